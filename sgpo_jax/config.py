@@ -1,0 +1,434 @@
+"""Every knob of the project: one strict, typed tree, read from a YAML file plus dotted overrides.
+
+`load_config` is the only way in. Whatever is wrong ends in a UserError of one line that names the file or override,
+the key, the value, what is allowed, and the nearest known key.
+"""
+
+import difflib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from sgpo_jax.types import UserError
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A group of knobs. Unknown keys are errors, values are not coerced across kinds, instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face model directory, or a hub name that is in the local cache or can be fetched."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products; the trainer's own weights are always float32."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """What the backward pass recomputes: nothing, all but matrix products, or everything of a layer."""
+    vocab_chunk_tokens: Count = 1024
+    """Tokens whose logits are held at once when log-probabilities are computed."""
+
+
+class SourceConfig(Section):
+    path: str
+    """A .jsonl, .parquet or .csv file, a Hugging Face data set (name or local copy), a `module:function`,
+    an evaluation set by name (see data/evaluation_sets.py), or `reasoning_gym:TASK`."""
+    name: str = ""
+    """How reports call this source; empty: the last part of `path`."""
+    split: str = "train"
+    """Which split of a Hugging Face data set."""
+    kind: Annotated[str, Field(pattern=r"^(auto|math|exact|choice|numeric|reasoning_gym|[\w.]+:\w+)$")] = "auto"
+    """The verifier: math, exact, choice, numeric, reasoning_gym, or `module:function` of your own; auto: by the rows' format."""
+    max_queries: Count | None = None
+    """Keep this many queries, drawn with the run's seed; empty: all."""
+
+
+class DataConfig(Section):
+    train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    """Where the training questions come from."""
+    template: Literal["chat", "qwen_math", "plain"] = "chat"
+    """How a question becomes a prompt: the model's chat template, Qwen-Math's (reason step by step, answer in a box),
+    or the question as it is."""
+    system_prompt: str | None = None
+    """The chat templates' system message; empty: none is given (a template may add its own)."""
+    max_prompt_tokens: Count = 1024
+    """Longer prompts are dropped and counted."""
+    language: Literal["any", "english"] = "any"
+    """Keep only questions in this language."""
+
+
+class OverlongConfig(Section):
+    """Soft penalty for long completions (DAPO, section 3.4): 0 up to max - cache, then linear to -1 at max."""
+
+    max_tokens: Count
+    cache_tokens: Count
+
+    @model_validator(mode="after")
+    def _check(self) -> "OverlongConfig":
+        if self.cache_tokens > self.max_tokens:
+            raise ValueError("cache_tokens must not exceed max_tokens")
+        return self
+
+
+class RewardsConfig(Section):
+    correct: float = 1.0
+    """Reward of a correct completion."""
+    wrong: float = 0.0
+    """Reward of a wrong completion."""
+    correct_threshold: Probability = 1.0
+    """Graded verifiers: a score of at least this counts as correct."""
+    accept_stated_answer: bool = False
+    """Also accept a final answer stated without a box (`The answer is 42.`)."""
+    time_limit_s: Positive = 5.0
+    """A judgement that takes longer is killed and counted as an error."""
+    memory_limit_mb: Count = 2048
+    """Memory of one worker; a judgement that needs more is an error."""
+    num_workers: Count = 2
+    """Processes that judge."""
+    overlong: OverlongConfig | None = None
+    """Overlong reward shaping; empty: off."""
+
+
+class RolloutsConfig(Section):
+    engine: Literal["jax"] = "jax"
+    """What samples completions."""
+    max_completion_tokens: Count = 3072
+    """A completion that has not ended by then is cut (finish_reason length)."""
+    temperature: Positive = 1.0
+    """Sampling temperature of profiling and training; all log-probabilities are taken at it."""
+    batch_size: Count = 64
+    """Completions that the JAX engine decodes side by side."""
+    prefill_prompts: Count = 8
+    """Prompts that the JAX engine reads in one call."""
+    decode_steps: Count = 16
+    """Tokens that the JAX engine decodes between two looks at what has finished."""
+
+
+class ProfileConfig(Section):
+    """The offline profile (sGPO, section 4.1)."""
+
+    num_samples: Count = 8
+    """Completions for each query, N."""
+    chunk_queries: Count = 64
+    """Queries profiled between two saves of the profile."""
+
+
+class SGPOConfig(Section):
+    """What sGPO makes of the profile (sGPO, sections 4.2 and 4.3)."""
+
+    max_success_rate: Probability = 0.75
+    """A query above it is trivial and dropped."""
+    group_sizes: tuple[Annotated[int, Field(ge=2)], ...] = (2, 4, 8)
+    """Group sizes in the order of the curriculum, each a bucket of queries."""
+    rounding: Literal["floor", "ceil"] = "floor"
+    """How 1 / success rate becomes a group size."""
+    unsolved_frac: Probability = 0.10
+    """Share of the unsolved queries mixed into each phase, alpha."""
+    unsolved_subset: Literal["fixed", "per_epoch"] = "fixed"
+    """Whether a phase's unsolved queries are drawn once or anew in each epoch."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SGPOConfig":
+        if not self.group_sizes or list(self.group_sizes) != sorted(set(self.group_sizes)):
+            raise ValueError("group_sizes must increase strictly, such as [2, 4, 8]")
+        return self
+
+
+class LossConfig(Section):
+    """DAPO's objective (arXiv 2503.14476, section 3; sGPO, section 4.4)."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower clip range of the probability ratio."""
+    clip_high: Positive = 0.28
+    """Upper clip range of the probability ratio."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound of the ratio where the advantage is negative; empty: off."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean token entropy in the objective."""
+    sampler_weight_cap: Positive | None = None
+    """Truncated importance weight min(pi_old / pi_sampler, cap); empty: off."""
+    advantage_ddof: Literal[0, 1] = 0
+    """Population (0) or sample (1) standard deviation of a group's rewards."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with global-norm clipping and a warm-up (sGPO, appendix)."""
+
+    learning_rate: Positive = 1e-6
+    schedule: Literal["constant", "linear"] = "constant"
+    """After the warm-up: constant, or linear to final_frac of the rate at the plan's last step."""
+    final_frac: Probability = 0.1
+    """Where the linear schedule ends, as a share of learning_rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    """Steps over which the rate rises from 0."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """On matrices only."""
+    clip_norm: Positive = 1.0
+    """Bound of the gradient's global norm."""
+
+
+class TrainConfig(Section):
+    method: Literal["sgpo"] = "sgpo"
+    """The scheduler: which queries are rolled out, how often, in which order."""
+    epochs: Count = 2
+    """Passes over the phases."""
+    prompts_per_step: Count = 64
+    """Queries of one step; each brings its group of rollouts."""
+    num_updates: Count = 1
+    """Optimizer updates on one batch of rollouts."""
+    micro_batch_tokens: Count = 16384
+    """Token slots of the compiled micro-batch; rows are packed. At least one row of the longest prompt and completion."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    max_nonfinite_steps: Count = 3
+    """Steps in a row with non-finite gradients that end the run with an error."""
+    checkpoint_every: Count = 20
+    """Steps between checkpoints; the end of a phase always makes one."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints that are kept."""
+    export_phases: bool = True
+    """Whether the end of each phase is exported to hf/."""
+    sample_rollouts: Annotated[int, Field(ge=0)] = 8
+    """Rollouts of each step saved under rollouts/ for reading."""
+
+
+class EvaluateConfig(Section):
+    """avg@k, pass@k and maj@k on held-out questions (sGPO, section 5). Charged to no ledger."""
+
+    sets: tuple[SourceConfig, ...] = ()
+    """Where the questions come from."""
+    num_samples: Count = 16
+    """Completions of each question, k."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.7
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations during training; 0: only before and after training."""
+    num_samples_during: Count = 4
+    """Completions of each question in the evaluations during training."""
+
+
+class ExportConfig(Section):
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the exported weights."""
+    max_shard_mb: Count = 5000
+    """Largest safetensors file; more becomes several with an index."""
+
+
+class MeshConfig(Section):
+    """How many devices each axis of the mesh has; -1 (at most once): all that are left."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> "MeshConfig":
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError("each axis is a positive number or -1, and -1 stands at most once")
+        return self
+
+
+class TelemetryConfig(Section):
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go beside metrics.jsonl; each needs the extra of its name."""
+    project: str = "sgpo_jax"
+    """The project's name at the trackers."""
+
+
+class Config(Section):
+    run_dir: str
+    """Where everything of this run is written."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Decides every random choice of the run."""
+    model: ModelConfig
+    data: DataConfig
+    rewards: RewardsConfig = RewardsConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    sgpo: SGPOConfig = SGPOConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+    mesh: MeshConfig = MeshConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        overlong = self.rewards.overlong
+        if overlong and overlong.max_tokens > self.rollouts.max_completion_tokens:
+            raise ValueError(
+                f"rewards.overlong.max_tokens={overlong.max_tokens} must not exceed "
+                f"rollouts.max_completion_tokens={self.rollouts.max_completion_tokens}"
+            )
+        if self.rewards.correct <= self.rewards.wrong:
+            raise ValueError(f"rewards.correct={self.rewards.correct} must exceed rewards.wrong={self.rewards.wrong}")
+        names = [source_name(source) for source in self.evaluate.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"evaluate.sets have the names {names}: give each a `name` of its own")
+        if self.train.num_updates > 1 and self.train.num_updates > self.train.prompts_per_step:
+            raise ValueError("train.num_updates must not exceed train.prompts_per_step")
+        return self
+
+
+def source_name(source: SourceConfig) -> str:
+    """How reports and file names call a source."""
+    return source.name or Path(source.path.rstrip("/")).stem.replace(":", "-")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key.sub=value` overrides, validate.
+
+    Raises UserError: no such file, not YAML, a malformed override, or any key or value that the tree does not allow.
+    """
+    path = Path(path)
+    try:
+        tree = _parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        reason = getattr(error, "strerror", None) or _one_line(error)
+        raise UserError(f"{path}: cannot be read as a configuration: {reason}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a configuration is a mapping of keys, such as `run_dir: runs/demo`")
+    origins = {}
+    for override in overrides:
+        key = _apply_override(tree, override)
+        origins[key] = f"override {override!r}"
+    return parse_config(tree, where=str(path), origins=origins)
+
+
+def parse_config(tree: dict[str, Any], where: str, origins: dict[str, str] | None = None) -> Config:
+    """Validate a tree of plain values. `where` and `origins` (by dotted key) say in errors where a value came from."""
+    try:
+        # Through JSON: strict there means no coercion, but a list is a tuple and 1 is a float.
+        return Config.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise UserError(_explain(error, where, origins or {})) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML text."""
+    sink = io.StringIO()
+    YAML(typ="safe", pure=True).dump(config.model_dump(mode="json"), sink)
+    return sink.getvalue()
+
+
+def _parse_yaml(text: str) -> Any:
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> str:
+    key, equals, text = override.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise UserError(f"override {override!r}: not of the form key.sub=value, such as train.epochs=1")
+    try:
+        value = _parse_yaml(text)
+    except YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not YAML: {_one_line(error)}") from None
+    *parents, last = key.split(".")
+    node: Any = tree
+    for depth, part in enumerate(parents):
+        node = _child(node, part, override, ".".join(parents[:depth]))
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise UserError(f"override {override!r}: {'.'.join(parents)} holds a single value, it has no keys")
+    return key
+
+
+def _child(node: Any, part: str, override: str, parent: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, override)]
+    if not isinstance(node, dict):
+        raise UserError(f"override {override!r}: {parent} holds a single value, it has no keys")
+    if node.get(part) is None:
+        node[part] = {}
+    return node[part]
+
+
+def _index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise UserError(f"override {override!r}: {part!r} is no index of a list of {len(node)}")
+    return int(part)
+
+
+def _explain(error: ValidationError, where: str, origins: dict[str, str]) -> str:
+    """The first problem as one line: where, key, value, what is allowed, the nearest known key."""
+    problem = error.errors()[0]
+    # pydantic inserts tags of unions into the location; keys and indices are what a user wrote.
+    location = [part for part in problem["loc"] if not (isinstance(part, str) and "[" in part)]
+    key = ".".join(str(part) for part in location)
+    origin = next((text for name, text in origins.items() if key == name or key.startswith(f"{name}.")), where)
+    more = len(error.errors()) - 1
+    suffix = f" (and {more} more)" if more else ""
+    if problem["type"] == "extra_forbidden":
+        return f"{origin}: unknown key {key}={problem['input']!r}{_suggest(location)}{suffix}"
+    if problem["type"] == "missing":
+        return f"{origin}: the key {key} is missing{suffix}"
+    if not location:
+        return f"{origin}: {_one_line(problem['msg'].removeprefix('Value error, '))}{suffix}"
+    allowed = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{origin}: {key}={_short(problem['input'])}: allowed is {_one_line(allowed)}{suffix}"
+
+
+def _suggest(location: Sequence[Any]) -> str:
+    known = sorted(_keys_of(location[:-1]))
+    wrong = str(location[-1])
+    elsewhere = [path for path in all_keys() if path.rsplit(".", 1)[-1] == wrong]
+    if elsewhere:
+        return f": did you mean {elsewhere[0]}?"
+    nearest = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
+    if nearest:
+        return f": did you mean {'.'.join([*map(str, location[:-1]), nearest[0]])}?"
+    return f": known keys here are {', '.join(known)}"
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of the tree, lists of sections entered once."""
+    return list(_walk(Config, ""))
+
+
+def _walk(section: type[Section], prefix: str) -> Any:
+    for name, info in section.model_fields.items():
+        yield f"{prefix}{name}"
+        child = _section_of(info.annotation)
+        if child:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+def _keys_of(location: Sequence[Any]) -> list[str]:
+    section: type[Section] = Config
+    for part in location:
+        if isinstance(part, str):
+            child = _section_of(section.model_fields[part].annotation)
+            section = child or section
+    return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _section_of(arg))), None)
+
+
+def _one_line(message: Any) -> str:
+    return " ".join(str(message).split())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,108 @@
+"""Files and directories that are written whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sgpo_jax.types import UserError
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or directory entry to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`: temporary name, fsync, rename. A crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
+            sink.write(text)
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    write_text(path, "".join(f"{_line(row)}\n" for row in rows))
+
+
+def append_jsonl(path: Path, row: Any) -> None:
+    """Add one line, flushed to the disk. A crash can tear only the last line, which `read_jsonl(torn_tail=True)` drops."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as sink:
+        sink.write(f"{_line(row)}\n")
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Raises UserError naming the file where it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
+
+
+def read_jsonl(path: Path, *, torn_tail: bool = False) -> list[Any]:
+    """All rows of a JSON-lines file. Raises UserError naming file and line; torn_tail forgives an unfinished last line."""
+    rows = []
+    text = path.read_text(encoding="utf-8")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if torn_tail and number == len(lines) and not text.endswith("\n"):
+                break
+            raise UserError(f"{path}:{number}: not JSON: {error}") from None
+    return rows
+
+
+@contextmanager
+def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Fill a directory under a temporary name, and give it its own only when the block ended well.
+
+    Raises UserError where `path` exists and `overwrite` is not set.
+    """
+    if path.exists() and not overwrite:
+        raise UserError(f"{path}: exists already; name another directory or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            fsync_path(file)
+        fsync_path(temporary)
+        temporary.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_path(path.parent)
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False)
