@@ -7,7 +7,7 @@ the key, the value, what is allowed, and the nearest known key.
 import difflib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -48,7 +48,8 @@ class SourceConfig(Section):
     split: str = "train"
     """Which split of a Hugging Face data set."""
     kind: Annotated[str, Field(pattern=r"^(auto|math|exact|choice|numeric|reasoning_gym|[\w.]+:\w+)$")] = "auto"
-    """The verifier: math, exact, choice, numeric, reasoning_gym, or `module:function` of your own; auto: by the rows' format."""
+    """The verifier: math, exact, choice, numeric, reasoning_gym, or `module:function` of your own; auto: by the rows'
+    format."""
     max_queries: Count | None = None
     """Keep this many queries, drawn with the run's seed; empty: all."""
 
@@ -108,8 +109,8 @@ class RolloutsConfig(Section):
     """Sampling temperature of profiling and training; all log-probabilities are taken at it."""
     batch_size: Count = 64
     """Completions that the JAX engine decodes side by side."""
-    prefill_prompts: Count = 8
-    """Prompts that the JAX engine reads in one call."""
+    prefill_tokens: Count = 512
+    """Prompt tokens that the JAX engine reads in one call; longer prompts are read one at a time."""
     decode_steps: Count = 16
     """Tokens that the JAX engine decodes between two looks at what has finished."""
 
@@ -119,8 +120,8 @@ class ProfileConfig(Section):
 
     num_samples: Count = 8
     """Completions for each query, N."""
-    chunk_queries: Count = 64
-    """Queries profiled between two saves of the profile."""
+    reuse: str | None = None
+    """A run directory whose complete profile serves this run too; empty: profile anew."""
 
 
 class SGPOConfig(Section):
@@ -181,8 +182,6 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    method: Literal["sgpo"] = "sgpo"
-    """The scheduler: which queries are rolled out, how often, in which order."""
     epochs: Count = 2
     """Passes over the phases."""
     prompts_per_step: Count = 64
@@ -190,7 +189,7 @@ class TrainConfig(Section):
     num_updates: Count = 1
     """Optimizer updates on one batch of rollouts."""
     micro_batch_tokens: Count = 16384
-    """Token slots of the compiled micro-batch; rows are packed. At least one row of the longest prompt and completion."""
+    """Token slots of the compiled micro-batch, whose rows are packed; at least one row, of the longest sequence."""
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     max_nonfinite_steps: Count = 3
@@ -395,6 +394,21 @@ def _suggest(location: Sequence[Any]) -> str:
     if nearest:
         return f": did you mean {'.'.join([*map(str, location[:-1]), nearest[0]])}?"
     return f": known keys here are {', '.join(known)}"
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """The dotted keys whose values differ, as `key: old -> new`."""
+    before, after = (dict(_flatten(config.model_dump(mode="json"), "")) for config in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _flatten(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None:
+        yield prefix.removesuffix("."), tree
+    for name, child in items or ():
+        yield from _flatten(child, f"{prefix}{name}.")
 
 
 def all_keys() -> list[str]:

@@ -1,5 +1,6 @@
 """Files and directories that are written whole or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,7 +47,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
 
 
 def append_jsonl(path: Path, row: Any) -> None:
-    """Add one line, flushed to the disk. A crash can tear only the last line, which `read_jsonl(torn_tail=True)` drops."""
+    """Add one line, flushed to the disk. A crash can tear only the last one: `read_jsonl(torn_tail=True)` drops it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as sink:
         sink.write(f"{_line(row)}\n")
@@ -65,7 +66,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path, *, torn_tail: bool = False) -> list[Any]:
-    """All rows of a JSON-lines file. Raises UserError naming file and line; torn_tail forgives an unfinished last line."""
+    """All rows of a JSON-lines file; torn_tail forgives an unfinished last one. Raises UserError by file and line."""
     rows = []
     text = path.read_text(encoding="utf-8")
     lines = text.removesuffix("\n").split("\n") if text else []
@@ -77,6 +78,16 @@ def read_jsonl(path: Path, *, torn_tail: bool = False) -> list[Any]:
                 break
             raise UserError(f"{path}:{number}: not JSON: {error}") from None
     return rows
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """One digest of the names and contents of some files, in the order given."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(path.name.encode())
+        with path.open("rb") as source:
+            digest.update(hashlib.file_digest(source, hashlib.blake2b).digest())
+    return digest.hexdigest()
 
 
 @contextmanager

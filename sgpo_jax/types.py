@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 class MachineError(Exception):
-    """The machine or a server failed (disk full, worker lost). The message names the thing and the way out. Exit code 1."""
+    """The machine or a server failed (disk full, worker lost). The message names it and the way out. Exit code 1."""
 
 
 class Purpose(StrEnum):

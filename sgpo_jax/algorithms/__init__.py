@@ -1,0 +1,1 @@
+"""Pure maths, arrays in and arrays out: advantages, losses, allocation, compute, estimators."""

@@ -1,0 +1,124 @@
+"""Orbax checkpoints of a run (train state and everything on the host), and of bare weights. Pytrees only, no pickle."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from sgpo_jax.types import MachineError, UserError
+
+WEIGHTS = "checkpoint"  # the folder of bare weights inside a directory
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """step; arrays by part ("params", "optimizer"); host: JSON values."""
+
+    step: int
+    arrays: dict[str, Any]
+    host: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, the newest `keep` of them. Saving is asynchronous and atomic.
+
+    The parts are saved apart, so that an export reads the parameters alone.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory.absolute()
+        with _storage_errors(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._checkpointer = ocp.training.Checkpointer(
+                self._directory,
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                cleanup_tmp_directories=True,
+            )
+
+    @property
+    def steps(self) -> list[int]:
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    @property
+    def latest_step(self) -> int | None:
+        return max(self.steps, default=None)
+
+    def save(self, step: int, arrays: Mapping[str, Any], host: Mapping[str, Any]) -> None:
+        """Start saving, after the save before is done. Arrays are copied first: the caller may donate them at once."""
+        with _storage_errors(self._directory):
+            self._checkpointer.wait()
+            # Every save that is asked for is made: Orbax' default policy would skip some.
+            self._checkpointer.save_checkpointables_async(step, dict(arrays), custom_metadata=dict(host), force=True)
+
+    def restore(self, abstract: Mapping[str, Any], step: int | None = None) -> Restored:
+        """Load the parts named in `abstract` (ShapeDtypeStructs with shardings) of a step, the newest by default.
+
+        Raises UserError where there is no such checkpoint.
+        """
+        step = self.latest_step if step is None else step
+        if step is None or step not in self.steps:
+            raise UserError(f"{self._directory}: no checkpoint of step {step}; there are {self.steps or 'none'}")
+        with _storage_errors(self._directory):
+            arrays = self._checkpointer.load_checkpointables(step, dict(abstract))
+        return Restored(step, arrays, self.host(step))
+
+    def host(self, step: int | None = None) -> dict[str, Any]:
+        """The JSON values of a step, the newest by default, without its arrays; empty where there is no checkpoint."""
+        step = self.latest_step if step is None else step
+        if step is None:
+            return {}
+        with _storage_errors(self._directory):
+            return dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+
+    def wait(self) -> None:
+        """Until the last save is on the disk. Raises MachineError where it failed."""
+        with _storage_errors(self._directory):
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        with _storage_errors(self._directory):
+            self._checkpointer.close()
+
+
+def abstract_like(arrays: Any) -> Any:
+    """Shapes, types and shardings of a pytree, to restore one like it."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), arrays)
+
+
+def save_weights(directory: Path, params: Any) -> None:
+    """Write bare parameters as an Orbax checkpoint inside `directory`."""
+    with _storage_errors(directory):
+        ocp.save_checkpointables(directory.absolute() / WEIGHTS, {"params": params})
+
+
+def is_weights(directory: Path) -> bool:
+    """Whether `directory` holds what `save_weights` wrote."""
+    return (directory / WEIGHTS / "params").is_dir()
+
+
+def saved_dtype(directory: Path) -> Any:
+    """The one type of all the weights that `save_weights` wrote. Raises UserError where they are of several."""
+    with _storage_errors(directory):
+        metadata = ocp.checkpointables_metadata(directory.absolute() / WEIGHTS).metadata["params"]
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(metadata)}
+    if len(dtypes) != 1:
+        raise UserError(f"{directory}: weights of several types: {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def load_weights(directory: Path, abstract_params: Any) -> Any:
+    """Read what `save_weights` wrote."""
+    with _storage_errors(directory):
+        return ocp.load_checkpointables(directory.absolute() / WEIGHTS, {"params": abstract_params})["params"]
+
+
+@contextmanager
+def _storage_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{directory}: cannot be read or written: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""From rows to queries, and from judged groups to batches."""

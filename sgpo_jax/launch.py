@@ -1,0 +1,207 @@
+"""The command line, `python -m sgpo_jax.launch COMMAND ...`. Exit code 0: done; 2: the input is wrong; 1: all else.
+
+Nothing heavy is imported before a command runs: help is instant, and the verifier's workers stay free of JAX.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sgpo_jax import __version__
+from sgpo_jax.types import MachineError, UserError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """sGPO: reinforcement learning with verifiable rewards for a fraction of the compute.
+
+    \b
+    Examples:
+      python -m sgpo_jax.launch run configs/demo.yaml
+      python -m sgpo_jax.launch run configs/demo.yaml run_dir=runs/mine train.epochs=1
+    """
+    context.obj = debug
+
+
+def command(example: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group whose help ends with an example, and whose errors are one line."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @click.pass_context
+        @wraps(function)
+        def guarded(context: click.Context, *args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
+                raise
+            except Exception as error:
+                _report(error, debug=bool(context.obj))
+                sys.exit(2 if isinstance(error, UserError) else 1)
+
+        epilog = f"Example: python -m sgpo_jax.launch {example}"
+        return cli.command(epilog=epilog, context_settings=CONTEXT)(guarded)
+
+    return decorate
+
+
+def _report(error: Exception, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    message = " ".join(str(error).split())
+    if isinstance(error, UserError | MachineError):
+        click.echo(f"error: {message}", err=True)
+    elif isinstance(error, OSError):
+        click.echo(f"error: {error.filename or 'the machine'}: {error.strerror or message}", err=True)
+    else:
+        hint = "" if debug else " (run again with --debug before the command for the traceback)"
+        click.echo(f"error: {type(error).__name__}: {message}{hint}", err=True)
+
+
+def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+    return click.argument("config_file", metavar="CONFIG", type=click.Path(path_type=Path))(overrides(function))
+
+
+def _run_stage(config_file: Path, overrides: tuple[str, ...], *stages: Callable[..., Any]) -> None:
+    from sgpo_jax import pipeline
+    from sgpo_jax.config import load_config
+
+    config = load_config(config_file, overrides)
+    with pipeline.open_run(config) as run:
+        for stage in stages:
+            stage(pipeline, run)
+
+
+@command("run configs/demo.yaml run_dir=runs/mine")
+@_with_config
+def run(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """All stages: profile, plan, train, evaluate. Started again, it resumes."""
+    _run_stage(config_file, overrides, lambda pipeline, run: pipeline.run_all(run))
+
+
+@command("profile configs/demo.yaml")
+@_with_config
+def profile(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """Sample every query a few times: profile.jsonl."""
+    _run_stage(config_file, overrides, lambda pipeline, run: pipeline.profile_stage(run))
+
+
+@command("plan configs/demo.yaml")
+@_with_config
+def plan(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """What to train on, in which groups and order, and what it will cost: plan.json."""
+    _run_stage(config_file, overrides, lambda pipeline, run: pipeline.plan_stage(run))
+
+
+@command("train configs/demo.yaml")
+@_with_config
+def train(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """Train through the phases of the plan. Needs a profile and a plan; resumes from the newest checkpoint."""
+    _run_stage(config_file, overrides, lambda pipeline, run: pipeline.train_stage(run))
+
+
+@command("evaluate configs/demo.yaml")
+@_with_config
+def evaluate(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """Score the newest weights on the evaluation sets: eval/final.json, or eval/initial.json before training."""
+    _run_stage(config_file, overrides, lambda pipeline, run: pipeline.evaluate_newest(run))
+
+
+@command("export runs/demo exported/demo")
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="Which checkpoint; default: the newest.")
+def export(run_dir: Path, out: Path, step: int | None) -> None:
+    """A checkpoint of a run as a Hugging Face directory."""
+    from sgpo_jax import pipeline
+
+    with pipeline.open_run(pipeline.config_of(run_dir)) as run:
+        pipeline.export_run(run, out, step)
+
+
+@command("convert Qwen2.5-0.5B orbax/Qwen2.5-0.5B")
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of a Hugging Face DST; default: as in SRC."
+)
+@click.option("--max-shard-mb", type=click.IntRange(min=1), default=5000, show_default=True)
+def convert(source: Path, destination: Path, dtype: str | None, max_shard_mb: int) -> None:
+    """A Hugging Face directory to an Orbax checkpoint, or back; the direction follows from what SRC is."""
+    from sgpo_jax.conversion import convert
+
+    click.echo(convert(source, destination, dtype=dtype, max_shard_bytes=max_shard_mb * 10**6))
+
+
+@command('generate sgpo_jax/demo/model --raw --prompt "23+8*3=" --num 4')
+@click.argument("model")
+@click.option("--prompt", help="One prompt.")
+@click.option("--prompts", type=click.Path(path_type=Path), help='A JSON-lines file of {"prompt": ...}.')
+@click.option("--num", type=click.IntRange(min=1), default=1, show_default=True, help="Completions of each prompt.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--raw", is_flag=True, help="Without the chat template.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write JSON lines here; default: standard output.")
+def generate(
+    model: str,
+    prompt: str | None,
+    prompts: Path | None,
+    num: int,
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    seed: int,
+    raw: bool,
+    dtype: str,
+    out: Path | None,
+) -> None:
+    """Completions of a model."""
+    from sgpo_jax.files import write_jsonl
+    from sgpo_jax.generation import GenerateOptions, generate, read_prompts
+
+    if (prompt is None) == (prompts is None):
+        raise UserError("give either --prompt TEXT or --prompts FILE.jsonl")
+    texts = [prompt] if prompt is not None else read_prompts(prompts or Path())
+    rows = generate(model, texts, GenerateOptions(num, temperature, top_p, max_tokens, seed, raw, dtype))
+    if out is not None:
+        write_jsonl(out, rows)
+        return
+    for row in rows:
+        click.echo(json.dumps(row))  # ASCII only: a completion cannot control the terminal
+
+
+@command("verify answers.jsonl --kind math")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(["math", "choice", "exact"]), default="math", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the lines with their verdicts here.")
+def verify(file: Path, kind: str, out: Path | None) -> None:
+    """Judge {"gold", "completion"[, "expected"]} lines; with `expected`, show the agreement and each disagreement."""
+    from sgpo_jax.config import RewardsConfig
+    from sgpo_jax.rewards.verify_file import verify_file
+
+    for line in verify_file(file, kind, out, RewardsConfig()).lines():
+        click.echo(line)
+
+
+def main() -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Where arrays live: one table from logical axis names to the axes of the device mesh."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sgpo_jax.config import MeshConfig
+from sgpo_jax.models.architecture import Architecture
+from sgpo_jax.models.weights import Weight, weight_table, weight_tree
+from sgpo_jax.types import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# A logical axis that is not named here is replicated.
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),  # sequences
+    "embed": "fsdp",  # the model dimension of weights (that of activations is "model", and whole)
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of these devices (all by default). Raises UserError where the sizes do not multiply to their number."""
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    fixed = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and len(devices) % fixed == 0:
+        sizes[sizes.index(-1)] = len(devices) // fixed
+    if math.prod(sizes) != len(devices):
+        wanted = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
+        raise UserError(
+            f"{wanted}: the sizes must multiply to the number of devices, {len(devices)}; "
+            f"mesh.data=1, mesh.fsdp={len(devices)}, mesh.tensor=1 would fit"
+        )
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def param_shardings(arch: Architecture, mesh: Mesh) -> nnx.State:
+    """The sharding of every parameter, shaped as the Transformer's state (a prefix of it, for jit's shardings).
+
+    Raises UserError where the mesh does not divide the model.
+    """
+    check_divisible(arch, mesh)
+    return nnx.State(weight_tree(arch, lambda weight: weight_sharding(weight, mesh)))
+
+
+def weight_sharding(weight: Weight, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(weight.axes))
+
+
+def check_divisible(arch: Architecture, mesh: Mesh) -> None:
+    """Raises UserError naming what of the model the mesh's axes do not divide."""
+    sizes = {
+        (axis, size) for weight in weight_table(arch) for axis, size in zip(weight.axes, weight.shape, strict=True)
+    }
+    whole = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}  # a head is never split
+    for axis, size in sorted(sizes):
+        rule = RULES.get(axis)
+        count = whole.get(axis, size)
+        if isinstance(rule, str) and count % mesh.shape[rule]:
+            raise UserError(
+                f"mesh.{rule}={mesh.shape[rule]} does not divide the model's {axis}={count}; "
+                f"allowed are the divisors of {count}"
+            )
+
+
+def partition_spec(axes: Sequence[str]) -> PartitionSpec:
+    """The mesh axes of an array with these logical axes."""
+    return PartitionSpec(*(RULES.get(axis) for axis in axes))
+
+
+def constrain(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Tell the compiler where `x` lives, under the mesh of jax.set_mesh; without one, `x` as it is.
+
+    A dimension that the mesh does not divide (a batch of one, say) is left to the compiler.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = partition_spec(axes)
+    fits = (size % _num_shards(mesh, rule) == 0 for size, rule in zip(x.shape, spec, strict=True))
+    where = (rule if fit else PartitionSpec.UNCONSTRAINED for rule, fit in zip(spec, fits, strict=True))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*where))
+
+
+def num_batch_shards() -> int:
+    """Over how many devices a batch is spread, under the mesh of jax.set_mesh; without one, 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else _num_shards(mesh, RULES["batch"])
+
+
+def _num_shards(mesh: AbstractMesh, rule: str | tuple[str, ...] | None) -> int:
+    axes = (rule,) if isinstance(rule, str) else rule or ()
+    return math.prod(mesh.shape[axis] for axis in axes)

@@ -1,0 +1,157 @@
+"""The offline profile: a few samples of every query from the initial policy (sGPO, arXiv 2606.08854, section 4.1)."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgpo_jax.algorithms.allocation import ProfileRow
+from sgpo_jax.algorithms.compute import TokenCounts
+from sgpo_jax.config import Config
+from sgpo_jax.files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
+from sgpo_jax.rollouts.collect import Collector
+from sgpo_jax.telemetry import Stopwatch, progress
+from sgpo_jax.types import FinishReason, GroupRequest, Purpose, Query, RolloutGroup, SamplingParams, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileIdentity:
+    """What a profile depends on beside the queries. Two profiles of equal identity may stand for each other.
+
+    model, template, verifier: digests. sampling: number of samples, temperature, length limit.
+    """
+
+    model: str
+    template: str
+    verifier: str
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """rows: one a query, in the order of the queries. counts: the tokens that making it took."""
+
+    rows: tuple[ProfileRow, ...]
+    counts: TokenCounts
+
+
+def profile_sampling(config: Config) -> dict[str, Any]:
+    """The sampling part of a profile's identity."""
+    return {
+        "num_samples": config.profile.num_samples,
+        "temperature": config.rollouts.temperature,
+        "top_p": 1.0,
+        "max_completion_tokens": config.rollouts.max_completion_tokens,
+    }
+
+
+def verifier_digest(config: Config) -> str:
+    """Of every setting that can change a verdict."""
+    settings = config.rewards.model_dump(
+        mode="json", include={"correct_threshold", "accept_stated_answer", "time_limit_s", "memory_limit_mb"}
+    )
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def make_profile(
+    queries: Sequence[Query], collector: Collector, config: Config, identity: ProfileIdentity, run_dir: Path
+) -> Profile:
+    """Profile every query that profile.jsonl does not hold yet, a line each as its samples are judged.
+
+    A killed profile goes on where it stood. At the end the lines are put into the order of the queries, and
+    profile.json says how the profile was made; only then is it complete.
+    """
+    path = run_dir / "profile.jsonl"
+    rows = _rows_so_far(path)
+    sampling = SamplingParams(config.rollouts.max_completion_tokens, config.rollouts.temperature)
+    missing = [query for query in queries if query.query_id not in rows]
+    requests = [GroupRequest(query, config.profile.num_samples, Purpose.PROFILE) for query in missing]
+    watch = Stopwatch()
+    with progress("profile", len(queries), done=len(queries) - len(missing)) as bar:
+        for group in collector.collect(requests, sampling):
+            row = profile_row(group)
+            rows[row.query_id] = row
+            append_jsonl(path, asdict(row))
+            bar.advance()
+    ordered = tuple(rows[query.query_id] for query in queries)
+    write_jsonl(path, map(asdict, ordered))
+    counts = profile_counts(ordered, queries)
+    write_json(run_dir / "profile.json", _description(identity, ordered, counts, watch.seconds()["total"]))
+    return Profile(ordered, counts)
+
+
+def profile_row(group: RolloutGroup) -> ProfileRow:
+    """num_samples counts judged completions only: one that could not be judged is not a failure."""
+    return ProfileRow(
+        query_id=group.query.query_id,
+        num_samples=group.num_judged,
+        num_correct=group.num_correct,
+        num_tokens=group.num_tokens,
+        num_truncated=sum(r.completion.finish_reason is FinishReason.LENGTH for r in group.rollouts),
+        num_errors=len(group.rollouts) - group.num_judged,
+    )
+
+
+def profile_counts(rows: Sequence[ProfileRow], queries: Sequence[Query]) -> TokenCounts:
+    """Tokens that the profile of these queries took, however many runs share it."""
+    prompt_tokens = {query.query_id: len(query.prompt_ids) for query in queries}
+    return TokenCounts(
+        generated=sum(row.num_tokens for row in rows),
+        prompt_generated=sum(prompt_tokens[row.query_id] for row in rows),
+    )
+
+
+def is_complete(run_dir: Path) -> bool:
+    return (run_dir / "profile.json").exists()
+
+
+def read_profile(run_dir: Path, queries: Sequence[Query], identity: ProfileIdentity) -> Profile:
+    """The profile of a run directory, for these queries (all of its own, or a part).
+
+    Raises UserError naming the difference where it was made with another model, template, verifier or sampling, or
+    lacks a query.
+    """
+    made_with = read_json(run_dir / "profile.json")["identity"]
+    for name, wanted in asdict(identity).items():
+        if made_with.get(name) != wanted:
+            raise UserError(
+                f"{run_dir / 'profile.json'}: made with another {name} ({made_with.get(name)}, this run has {wanted}); "
+                "profile again in a new run_dir, or name another profile.reuse"
+            )
+    rows = _rows_so_far(run_dir / "profile.jsonl")
+    missing = [query.query_id for query in queries if query.query_id not in rows]
+    if missing:
+        raise UserError(
+            f"{run_dir / 'profile.jsonl'}: lacks {len(missing)} of {len(queries)} queries, such as {missing[0]}; "
+            "profile the whole data set, or leave out profile.reuse"
+        )
+    ordered = tuple(rows[query.query_id] for query in queries)
+    return Profile(ordered, profile_counts(ordered, queries))
+
+
+def _rows_so_far(path: Path) -> dict[str, ProfileRow]:
+    if not path.exists():
+        return {}
+    try:
+        rows = [ProfileRow(**row) for row in read_jsonl(path, torn_tail=True)]
+    except TypeError as error:
+        raise UserError(f"{path}: not lines of a profile: {error}") from None
+    write_jsonl(path, map(asdict, rows))  # without a torn last line, so that the next one starts afresh
+    return {row.query_id: row for row in rows}
+
+
+def _description(
+    identity: ProfileIdentity, rows: Sequence[ProfileRow], counts: TokenCounts, seconds: float
+) -> dict[str, Any]:
+    return {
+        "identity": asdict(identity),
+        "num_queries": len(rows),
+        "num_samples": sum(row.num_samples for row in rows),
+        "num_correct": sum(row.num_correct for row in rows),
+        "num_truncated": sum(row.num_truncated for row in rows),
+        "num_errors": sum(row.num_errors for row in rows),
+        "tokens": asdict(counts),
+        "seconds": seconds,
+    }

@@ -1,0 +1,1 @@
+"""Completions for profiling, training and evaluation: engines, and judging what they give as it arrives."""

@@ -1,0 +1,55 @@
+"""What the training loop sees of a method."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sgpo_jax.types import GroupRequest, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with the groups that came back.
+
+    train: the groups of this step, when `ready`. A group that lacks rollouts is never among them.
+    ready: make a step now; else propose again.
+    phase: the name of the phase that `train` belongs to; ends_phase: it was that phase's last step.
+    done: nothing is left to propose.
+    dropped: groups not trained, counted by reason.
+    """
+
+    train: tuple[RolloutGroup, ...]
+    ready: bool
+    phase: str
+    ends_phase: bool
+    done: bool
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+class Scheduler(Protocol):
+    """Saved at step boundaries, after accept; a killed step is replayed whole."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole schedule, where known beforehand."""
+        ...
+
+    def propose(self) -> list[GroupRequest]:
+        """What to roll out next, and how many samples of each."""
+        ...
+
+    def accept(self, groups: Sequence[RolloutGroup]) -> Decision:
+        """Take the groups of the last proposal, in any order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def split_incomplete(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
+    """The groups whose every completion came, and how many lack one after the engine's retries."""
+    complete = [g for g in groups if all(r.completion.error is None for r in g.rollouts)]
+    return complete, len(groups) - len(complete)

@@ -1,0 +1,1 @@
+"""The DAPO update and the loop around it."""

@@ -1,0 +1,41 @@
+"""Judged groups -> the sequences of one update: rewards become advantages before anything is packed."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgpo_jax.algorithms.advantages import group_advantages
+from sgpo_jax.config import LossConfig
+from sgpo_jax.data.batching import TrainSequence
+from sgpo_jax.types import RolloutGroup
+
+
+def train_sequences(groups: Sequence[RolloutGroup], config: LossConfig) -> list[TrainSequence]:
+    """Every rollout of the groups, in order, with its advantage over the judged rollouts of its group.
+
+    A rollout with an error verdict stays in the list, untrained.
+    """
+    rollouts = [(number, group, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    advantages_B = group_advantages(
+        np.array([rollout.reward for _, _, rollout in rollouts], np.float64),
+        np.array([number for number, _, _ in rollouts], np.int64),
+        np.array([rollout.is_judged for _, _, rollout in rollouts], bool),
+        ddof=config.advantage_ddof,
+    )
+    return [
+        TrainSequence(
+            prompt_ids_P=group.query.prompt_ids,
+            completion_ids_C=rollout.completion.token_ids_C,
+            sampler_logprobs_C=rollout.completion.sampler_logprobs_C,
+            advantage=float(advantage),
+            group_id=number,
+            is_trained=rollout.is_judged,
+        )
+        for (number, group, rollout), advantage in zip(rollouts, advantages_B, strict=True)
+    ]
+
+
+def is_informative(group: RolloutGroup) -> bool:
+    """Whether the group's judged rollouts differ in reward, so that its advantages are not all zero."""
+    rewards = {rollout.reward for rollout in group.rollouts if rollout.is_judged}
+    return len(rewards) > 1

@@ -1,0 +1,155 @@
+"""One optimizer update as two compiled programs: accumulate a micro-batch's gradient, apply the sum.
+
+The micro-batch has one shape in the whole run, and how many of them make a step is data: each program is compiled once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from sgpo_jax.algorithms.losses import LossInputs, LossMetrics, combine_metrics, policy_loss, zero_metrics
+from sgpo_jax.config import Config
+from sgpo_jax.data.batching import Batch, with_old_logprobs
+from sgpo_jax.models.qwen import Transformer, token_logprobs
+from sgpo_jax.models.sharding import partition_spec
+from sgpo_jax.training.state import TrainState, learning_rate_schedule, make_optimizer
+
+
+class Gradient(NamedTuple):
+    """What micro-batches add up to: float32 gradients (nnx.State), the loss (scalar), its LossMetrics; or shardings."""
+
+    grads: Any
+    loss: Any
+    metrics: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """loss: of the whole update. grad_norm: before clipping. is_finite: False where the update changed nothing."""
+
+    loss: float
+    grad_norm: float
+    is_finite: bool
+    metrics: LossMetrics
+
+
+class TrainStep:
+    """The DAPO update (arXiv 2503.14476, section 3; sGPO, arXiv 2606.08854, section 4.4) of one model and run.
+
+    num_updates: of the whole run, which the learning-rate schedule needs.
+    """
+
+    def __init__(self, model: Transformer, config: Config, num_updates: int) -> None:
+        self._graphdef = nnx.graphdef(model)
+        self._config = config
+        self._schedule = learning_rate_schedule(config.train.optimizer, num_updates)
+        self.optimizer = make_optimizer(config.train.optimizer, model.arch, num_updates)
+        self._programs: dict[str, jax.stages.Compiled] = {}
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled so far; grows no more after the first step."""
+        return len(self._programs)
+
+    def learning_rate(self, num_updates: int) -> float:
+        """Of the update that follows `num_updates` updates."""
+        return float(self._schedule(num_updates))
+
+    def old_logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches with the log-probs of `params`, where several updates are made on one batch of rollouts."""
+        return [with_old_logprobs(b, self._run("logprobs", self._logprobs, params, _on_mesh(b))) for b in batches]
+
+    def update(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, UpdateResult]:
+        """One optimizer update from all its micro-batches. `state` is donated: use the one that comes back.
+
+        With a loss or gradient that is not finite, the state comes back unchanged, counters and schedule included.
+        """
+        total = self._run("zeros", _zeros, state.params, out=Gradient(_shardings(state.params), None, None))
+        for batch in batches:
+            args = total, state.params, _on_mesh(batch)
+            total = self._run("accumulate", self._accumulate, *args, donate=0, out=_shardings(total))
+        out = _shardings(state), None, None
+        state, grad_norm, is_finite = self._run("apply", self._apply, state, total.grads, total.loss, donate=0, out=out)
+        loss, metrics, grad_norm, is_finite = jax.device_get((total.loss, total.metrics, grad_norm, is_finite))
+        return state, UpdateResult(float(loss), float(grad_norm), bool(is_finite), metrics)
+
+    def _logprobs(self, params: nnx.State, batch: Batch) -> jax.Array:
+        return self._forward(params, batch).logprobs_BT
+
+    def _forward(self, params: nnx.State, batch: Batch) -> Any:
+        return token_logprobs(
+            nnx.merge(self._graphdef, params),
+            batch.token_ids_BT,
+            batch.positions_BT,
+            batch.segment_ids_BT,
+            temperature=self._config.rollouts.temperature,
+            chunk_tokens=self._config.model.vocab_chunk_tokens,
+        )
+
+    def _accumulate(self, total: Gradient, params: nnx.State, batch: Batch) -> Gradient:
+        def loss_of(params: nnx.State) -> tuple[jax.Array, LossMetrics]:
+            forward = self._forward(params, batch)
+            inputs = LossInputs(
+                logprobs_BT=forward.logprobs_BT,
+                entropy_BT=forward.entropy_BT,
+                advantages_BT=batch.advantages_BT,
+                loss_mask_BT=batch.loss_mask_BT,
+                sequence_ids_BT=batch.sequence_ids_BT,
+                sampler_logprobs_BT=batch.sampler_logprobs_BT,
+                num_loss_tokens=batch.num_loss_tokens,
+                num_sequences=batch.num_sequences,
+                old_logprobs_BT=batch.old_logprobs_BT,
+            )
+            outputs = policy_loss(inputs, self._config.train.loss)
+            return outputs.loss, outputs.metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        return Gradient(
+            jax.tree.map(jnp.add, total.grads, grads), total.loss + loss, combine_metrics(total.metrics, metrics)
+        )
+
+    def _apply(self, state: TrainState, grads: nnx.State, loss: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
+        grad_norm = optax.tree.norm(grads)
+        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        updated = TrainState(optax.apply_updates(state.params, updates), opt_state, state.num_updates + 1)
+        return jax.tree.map(partial(jnp.where, is_finite), updated, state), grad_norm, is_finite
+
+    def _run(
+        self, name: str, function: Callable[..., Any], *args: Any, donate: int | None = None, out: Any = None
+    ) -> Any:
+        """Call a program, compiled ahead of its first call: an argument of another shape is then an error, never a
+        second compilation. `out`: the shardings of the results."""
+        if name not in self._programs:
+            donated = () if donate is None else (donate,)
+            self._programs[name] = jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*args).compile()
+        return self._programs[name](*args)
+
+
+def _zeros(params: nnx.State) -> Gradient:
+    return Gradient(jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), zero_metrics())
+
+
+def _shardings(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, arrays)
+
+
+def _on_mesh(batch: Batch) -> Batch:
+    """Rows spread over the devices that share the batch."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return batch
+
+    def put(array: Any) -> jax.Array:
+        axes = ("batch", "length") if np.ndim(array) == 2 else ()
+        return jax.device_put(array, NamedSharding(mesh, partition_spec(axes)))
+
+    return jax.tree.map(put, batch)
