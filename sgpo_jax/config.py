@@ -41,12 +41,13 @@ class ModelConfig(Section):
 
 class SourceConfig(Section):
     path: str
-    """A .jsonl, .parquet or .csv file, a Hugging Face data set (name or local copy), a `module:function`,
-    an evaluation set by name (see data/evaluation_sets.py), or `reasoning_gym:TASK`."""
+    """A .jsonl, .json, .parquet or .csv file; a Hugging Face data set, by hub name or a local copy of it (`NAME:CONFIG`
+    for one of its configurations); an evaluation set by name (see data/evaluation_sets.py), `NAME@PATH` to read it from
+    a local copy; `module:function`, giving rows; or `reasoning_gym:TASK`."""
     name: str = ""
     """How reports call this source; empty: the last part of `path`."""
     split: str = "train"
-    """Which split of a Hugging Face data set."""
+    """Which split of a Hugging Face data set, or of a reasoning-gym task. An evaluation set by name has its own."""
     kind: Annotated[str, Field(pattern=r"^(auto|math|exact|choice|numeric|reasoning_gym|[\w.]+:\w+)$")] = "auto"
     """The verifier: math, exact, choice, numeric, reasoning_gym, or `module:function` of your own; auto: by the rows'
     format."""
@@ -285,7 +286,8 @@ class Config(Section):
 
 def source_name(source: SourceConfig) -> str:
     """How reports and file names call a source."""
-    return source.name or Path(source.path.rstrip("/")).stem.replace(":", "-")
+    place = source.path.split("@")[0].rstrip("/")
+    return source.name or Path(place).stem.replace(":", "-")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

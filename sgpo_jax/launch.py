@@ -200,6 +200,10 @@ def verify(file: Path, kind: str, out: Path | None) -> None:
 
 def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Compiled programs are kept for the next start; JAX reads this when it is first imported.
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sgpo_jax" / "xla"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     cli()
 
 

@@ -20,6 +20,7 @@ MAX_DEPTH = 6
 MAX_PROMPT_CHARS = 2 + 2 * MAX_DEPTH + 1  # start, operations, "="
 MAX_COMPLETION_CHARS = 5 * MAX_DEPTH + 1  # operation, ":", total; "$"
 ALPHABET = "0123456789+-*=:$"
+MAX_TRIES = 10_000  # at finding an expression that is new
 
 _TIMES_PROBABILITY = 0.2
 _KNOWN_FACTORS = (2, 3, 4)
@@ -111,16 +112,23 @@ def draw_expression(rng: np.random.Generator, depth: int, *, is_hard: bool) -> E
 def draw_queries(
     rng: np.random.Generator, mix: QueryMix, count: int, *, exclude: Set[Expression] = frozenset()
 ) -> list[Expression]:
-    """`count` different expressions, none of them in `exclude`."""
-    queries: dict[Expression, None] = {}
-    while len(queries) < count:
+    """`count` different expressions, none of them in `exclude`.
+
+    Raises ValueError where there are too few of a depth, so that none new is found.
+    """
+    taken = set(exclude)
+    queries: list[Expression] = []
+    for _ in range(count):
         is_hard = bool(rng.random() < mix.hard_frac)
         depth = _draw_depth(rng, mix.hard_depth_weights if is_hard else mix.depth_weights)
-        # A full kind of expression is drawn again until one is free, so that the shares of kinds are the mix's.
-        while (expression := draw_expression(rng, depth, is_hard=is_hard)) in exclude or expression in queries:
-            pass
-        queries[expression] = None
-    return list(queries)
+        # Depth and kind stay while one is found: shares are the mix's, even where a depth is nearly used up.
+        tries = (draw_expression(rng, depth, is_hard=is_hard) for _ in range(MAX_TRIES))
+        expression = next((found for found in tries if found not in taken), None)
+        if expression is None:
+            raise ValueError(f"no new expression of depth {depth} found; {count} are too many")
+        taken.add(expression)
+        queries.append(expression)
+    return queries
 
 
 def draw_demonstrations(

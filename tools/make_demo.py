@@ -198,8 +198,8 @@ def write_configuration(directory: Path) -> None:
 def write_tokenizer(directory: Path) -> None:
     """A token a character. "$" ends a completion and is part of its text: an ordinary token, which decoding keeps.
 
-    That it ends one is therefore said in config.json and generation_config.json, not here. The settings left out of
-    tokenizer_config.json would be Qwen2's, which add tokens beyond the vocabulary.
+    That it ends one is therefore said in config.json and generation_config.json, not here. Special tokens that
+    tokenizer_config.json left out would be Qwen2's, beyond the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCABULARY)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()

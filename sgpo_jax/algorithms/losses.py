@@ -65,7 +65,7 @@ class LossMetrics:
     num_clipped_low, num_clipped_high: where the clip stops the gradient; num_dual_clipped: where the dual clip does.
     num_weights_capped, weight_sum: the truncated importance weights (1 where off).
     sampler_gap_sum, sampler_gap_max: |logpi_old - logpi_sampler|.
-    sampler_kl_sum: KL(sampler || pi_old) estimated on the sampled tokens (k3, never negative).
+    sampler_kl_sum: KL(sampler || pi_old) estimated on the sampled tokens (k3, no term negative but for rounding).
     ref_kl_sum: KL(policy || reference), likewise; 0 without ref_logprobs_BT.
     """
 
@@ -162,7 +162,7 @@ def clipped_surrogate(ratio_BT: jax.Array, advantages_BT: jax.Array, config: Los
 def cispo_surrogate(
     ratio_BT: jax.Array, advantages_BT: jax.Array, logprobs_BT: jax.Array, config: LossConfig
 ) -> Surrogate:
-    """sg(min(ρ, 1 + clip_high)) · A · logπ: CISPO (arXiv 2506.13585, section 3.1), whose lower bound is 0, no bound.
+    """sg(min(ρ, 1 + clip_high)) · A · logπ: CISPO (arXiv 2506.13585, section 3.1), without a lower clip.
 
     Its gradient is what matters; its value is not a measure of anything.
     """
@@ -192,7 +192,7 @@ def kl_loss(logprobs_BT: jax.Array, ref_logprobs_BT: jax.Array, kind: KLKind) ->
     k3 is GRPO's (arXiv 2402.03300, equation 4). k1 = -d is missing on purpose: see `advantages.k1_reward_penalty`.
     """
     d_BT = _clamped(ref_logprobs_BT - logprobs_BT)
-    return d_BT**2 / 2 if kind == "k2" else jnp.exp(d_BT) - d_BT - 1
+    return d_BT**2 / 2 if kind == "k2" else jnp.expm1(d_BT) - d_BT  # expm1: d is often far below 1
 
 
 def aggregate(

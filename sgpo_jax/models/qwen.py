@@ -286,8 +286,8 @@ def _logprobs_of(logits_BCV: jax.Array, token_ids_BC: jax.Array) -> TokenLogprob
 def _to_bits(x: jax.Array) -> jax.Array:
     """bfloat16 as uint16; it has no gradient, so for decoding only.
 
-    XLA:CPU (jax 0.10) slices and scatters bfloat16 by way of a float32 copy of the whole array, such as the cache in every
-    layer, but integers in place: 4 times the tokens a second at 31 M parameters. On other platforms it costs nothing.
+    XLA:CPU (jax 0.10) slices and scatters bfloat16 by way of a float32 copy of the whole array, such as the cache in
+    every layer, but integers in place: 4 times the tokens a second at 31 M parameters. Elsewhere it costs nothing.
     """
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 

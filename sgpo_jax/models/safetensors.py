@@ -150,7 +150,7 @@ def export_model(
 def _open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorSlice]]:
     """Every tensor of the directory by name, unread."""
     index = model_dir / INDEX_FILE
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [SINGLE_FILE]
+    names = _indexed_files(index) if index.exists() else [SINGLE_FILE]
     tensors: dict[str, TensorSlice] = {}
     with ExitStack() as stack:
         for file in (model_dir / name for name in names):
@@ -162,6 +162,13 @@ def _open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorSlice]]:
             except SafetensorError as error:
                 raise UserError(f"{file}: not a whole safetensors file: {error}") from None
         yield tensors
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{index}: not an index of safetensors files: weight_map is missing or no object") from None
 
 
 def _check_tensors(model_dir: Path, arch: Architecture, tensors: Mapping[str, TensorSlice]) -> None:

@@ -1,4 +1,4 @@
-"""The one table of weights. It drives initialisation, sharding, loading and export; only it knows the tensors' names."""
+"""The one table of weights. It drives initialisation, sharding, loading and export; only it knows tensors' names."""
 
 import math
 from collections.abc import Callable

@@ -21,10 +21,11 @@ _CHOSEN = re.compile(
     rf"|[(\[]?\b(?P<after>{_LETTER})[)\]]?\s+is\s+(?:the\s+)?(?:correct|right|true|best)\b",
     re.IGNORECASE,
 )
+_BARE = re.compile(rf"[(\[]?(?P<letter>{_LETTER})[)\]]?[.)]?")
 _COMMANDS = re.compile(
     r"\\(?:text|mathrm|mathbf|textbf|mathit|textit|boxed|fbox|left|right|displaystyle)\b|\\[()\[\],;!\s]"
 )
-_LEADING = re.compile(rf"\s*[(\[]?(?P<letter>{_LETTER})(?:[)\].:、]|\s*$)")
+_LEADING = re.compile(rf"\s*[(\[]?(?P<letter>{_LETTER})(?:[)\].:、\n]|\s*$)")
 
 
 def judge(gold: str, completion: str, metadata: Mapping[str, Any]) -> Judgement:
@@ -33,7 +34,7 @@ def judge(gold: str, completion: str, metadata: Mapping[str, Any]) -> Judgement:
     metadata `choices`: the options' texts in the order of their letters; then an option's text counts as its letter.
     """
     choices = [_plain(text) for text in metadata.get("choices", ())]
-    wanted = _letter_of(_plain(gold), choices) or _plain(gold).casefold()
+    wanted = _letter_of(_plain(gold), choices) or _word(_plain(gold))
     chosen = _chosen(completion, choices)
     return binary(chosen == wanted, chosen) if chosen else NO_ANSWER
 
@@ -50,7 +51,7 @@ def _chosen(completion: str, choices: list[str]) -> str | None:
     statement = final_answer(completion, accept_stated=True)
     if statement is not None or has_box(completion):
         answer = _plain(statement or "")
-        return _letter_of(answer, choices) or answer.casefold() or None
+        return _letter_of(answer, choices) or _word(answer) or None
     text = _plain(completion)
     if letter := _letter_of(text, choices):
         return letter
@@ -61,17 +62,23 @@ def _chosen(completion: str, choices: list[str]) -> str | None:
         return letter
     if found := _LEADING.match(text):
         return found["letter"].upper()
-    return text.casefold() or None if len(text) < 50 else None
+    return _word(text) or None if len(text) < 50 else None
 
 
 def _letter_of(answer: str, choices: list[str]) -> str | None:
     """`B`, `(B)`, `B. Paris`, `Option B: Paris`, or the text of exactly one option."""
-    words = answer.casefold().rstrip(".")
-    matches = [index for index, text in enumerate(choices) if text.casefold().rstrip(".") == words]
+    if bare := _BARE.fullmatch(answer):  # before the texts: an option's text may be a letter, such as a molecule C
+        return bare["letter"]
+    words = _word(answer)
+    matches = [index for index, text in enumerate(choices) if _word(text) == words]
     if len(matches) == 1:
         return chr(ord("A") + matches[0])
     found = _WRAPPED.fullmatch(answer)
     return found["letter"].upper() if found else None
+
+
+def _word(text: str) -> str:
+    return text.casefold().strip(" .")
 
 
 def _plain(text: str) -> str:

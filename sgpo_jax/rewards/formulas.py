@@ -36,13 +36,13 @@ def same_leaf(gold: Leaf, answer: Leaf) -> bool:
     if any(bases):
         return _same_digits(*texts)
     values = [leaf_value(gold), leaf_value(answer)]
-    if None in values:
-        return same_formula(gold.latex, answer.latex)
     too_large = [value for value in values if isinstance(value, TooLargeError)]
     if len(too_large) == 2:
         raise too_large[0]
     if too_large:
         return False
+    if None in values:
+        return same_formula(gold.latex, answer.latex)
     if same_value(*values):
         return True
     if gold.is_percent != answer.is_percent:  # 28% is 28, the number of percent, and is 0.28

@@ -29,8 +29,8 @@ GRACE_S = 1.0
 """Beyond the time limit that the worker sets itself, before the parent kills it."""
 MAX_JUDGEMENTS = 5000
 """A worker is renewed after so many: the parser's tables grow with what it has seen."""
-ATTEMPTS = 2
-"""A worker may be killed from outside while it judges an innocent answer, so that one gets a second try."""
+ATTEMPTS = 3
+"""A worker may be killed from outside while it judges an innocent answer, so that one is judged again."""
 
 
 class WorkerLostError(Exception):

@@ -18,4 +18,3 @@ _TYPICAL = [
 
 for gold, answer in _TYPICAL:
     same_answer(gold, answer)
-

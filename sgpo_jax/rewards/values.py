@@ -12,7 +12,7 @@ from typing import Any
 import mpmath
 import sympy
 
-DIGITS = 60
+DIGITS = 100
 """Working precision in decimal digits; a comparison believes half of them."""
 MAX_EXACT_BITS = 100_000
 MAX_LOG2 = 2.0**200

@@ -17,7 +17,9 @@ import numpy as np
 from flax import nnx
 
 from sgpo_jax.config import RolloutsConfig
+from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.qwen import KVCache, Transformer, decode_step, empty_cache, prefill
+from sgpo_jax.models.weights import weight_tree
 from sgpo_jax.rollouts.engine import sample_seed
 from sgpo_jax.rollouts.sampling import sample_tokens
 from sgpo_jax.types import Completion, CompletionGroup, FinishReason, GroupRequest, SamplingParams, UserError
@@ -60,7 +62,7 @@ class _Arrivals(NamedTuple):
 
 
 class JaxEngine:
-    """Samples from the trainer's parameters in place; nothing is copied when the weights change.
+    """Samples from the trainer's parameters: in float32 in place, else from a copy of the matrices in the compute type.
 
     model: gives the architecture and the first parameters. stop_ids: token ids that end a completion.
     """
@@ -74,20 +76,22 @@ class JaxEngine:
         config: RolloutsConfig,
         run_seed: int,
     ) -> None:
-        self._graphdef, self._params = nnx.split(model)
+        self._graphdef, params = nnx.split(model)
+        self._cast = jax.jit(partial(_cast_matrices, model.arch, model.compute_dtype))
         self._arch = model.arch
         self._cache_dtype = model.compute_dtype
         self._stop_ids = jnp.asarray(sorted(stop_ids), jnp.int32)
         self._max_prompt_tokens = max_prompt_tokens
         self._config = config
         self._run_seed = run_seed
-        self._version = 0
+        self.update_weights(params, 0)
         self._admit = jax.jit(self._admit_arrivals, donate_argnums=1)
         self._decode = jax.jit(self._decode_some, donate_argnums=1, static_argnames=("top_p", "greedy"))
 
     def update_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` (the trainer's nnx.State, by reference) from now on."""
-        self._params, self._version = params, version
+        """Sample from `params` (the trainer's nnx.State) from now on."""
+        self._params = params if self._cache_dtype == jnp.float32 else self._cast(params)
+        self._version = version
 
     def close(self) -> None:
         """Drop the parameters; the programs go with the engine."""
@@ -261,6 +265,12 @@ def _decode_one(
         completions_BC=slots.completions_BC.at[place].set(drawn.token_ids_B, mode="drop"),
         logprobs_BC=slots.logprobs_BC.at[place].set(drawn.logprobs_B, mode="drop"),
     )
+
+
+def _cast_matrices(arch: Architecture, dtype: jnp.dtype, params: nnx.State) -> nnx.State:
+    """What every product would cast at every token, cast once. Norms and biases stay as the trainer has them."""
+    is_matrix = nnx.State(weight_tree(arch, lambda weight: weight.is_matrix))
+    return jax.tree.map(lambda cast, param: param.astype(dtype) if cast else param, is_matrix, params)
 
 
 def _uniform(key_2: jax.Array, count: jax.Array) -> jax.Array:

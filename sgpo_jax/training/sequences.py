@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgpo_jax.algorithms.advantages import group_advantages
+from sgpo_jax.algorithms.advantages import MIN_SPREAD, group_advantages
 from sgpo_jax.config import LossConfig
 from sgpo_jax.data.batching import TrainSequence
 from sgpo_jax.types import RolloutGroup
@@ -37,5 +37,5 @@ def train_sequences(groups: Sequence[RolloutGroup], config: LossConfig) -> list[
 
 def is_informative(group: RolloutGroup) -> bool:
     """Whether the group's judged rollouts differ in reward, so that its advantages are not all zero."""
-    rewards = {rollout.reward for rollout in group.rollouts if rollout.is_judged}
-    return len(rewards) > 1
+    rewards = [rollout.reward for rollout in group.rollouts if rollout.is_judged]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > MIN_SPREAD

@@ -36,11 +36,12 @@ def test_value_and_gradients_are_einsums(subscripts):
         np.testing.assert_allclose(ours, plain, atol=1e-5)
 
 
-def test_every_product_multiplies_in_the_compute_type_and_accumulates_in_float32():
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_every_product_multiplies_in_the_compute_type_and_accumulates_in_float32(out_dtype):
     x, weight = arrays("BTI,IO->BTO", "bfloat16", "float32")
 
     def loss(x, weight):
-        return jnp.sum(product("BTI,IO->BTO", x, weight, jnp.bfloat16).astype(jnp.float32) ** 2)
+        return jnp.sum(product("BTI,IO->BTO", x, weight, out_dtype).astype(jnp.float32) ** 2)
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weight)
     dots = list(_dots(jaxpr.jaxpr))

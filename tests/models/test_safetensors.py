@@ -185,6 +185,9 @@ def test_missing_and_torn_files_are_named(tmp_path):
     (directory / WEIGHTS).unlink()
     with pytest.raises(UserError, match=rf"{WEIGHTS}: no such file"):
         load_params(directory, arch)
+    (directory / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match=r"index\.json: not an index"):
+        load_params(directory, arch)
 
 
 def test_model_directory_is_a_path_or_a_hub_name(tmp_path):

@@ -35,8 +35,8 @@ def plain_loss(model: Transformer, weights_BT: jax.Array, temperature: float) ->
     return jnp.sum(inside_BT * (weights_BT[:, 1:] * chosen_BT + 0.3 * entropy_BT))
 
 
-def chunked_loss(model: Transformer, weights_BT: jax.Array, temperature: float) -> jax.Array:
-    found = token_logprobs(model, *ROWS, temperature=temperature, chunk_tokens=9)
+def chunked_loss(model: Transformer, weights_BT: jax.Array, temperature: float, chunk_tokens: int = 9) -> jax.Array:
+    found = token_logprobs(model, *ROWS, temperature=temperature, chunk_tokens=chunk_tokens)
     return jnp.sum(weights_BT * found.logprobs_BT + 0.3 * found.entropy_BT)
 
 
@@ -65,8 +65,8 @@ def test_gradients_equal_the_plain_way_under_every_remat(remat):
     variant = nnx.merge(graphdef, params)
     variant.remat = remat
     weights_BT = jnp.asarray(np.random.default_rng(1).normal(size=TOKENS_BT.shape), jnp.float32)
-    wanted = nnx.grad(plain_loss)(nnx.merge(graphdef, params), weights_BT, 1.3)
-    found = nnx.grad(chunked_loss)(variant, weights_BT, 1.3)
+    wanted = jax.jit(jax.grad(plain_loss))(nnx.merge(graphdef, params), weights_BT, 1.3)
+    found = jax.jit(jax.grad(chunked_loss))(variant, weights_BT, 1.3)
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         scale = float(jnp.abs(plain).max())
         assert scale > 0
@@ -86,16 +86,19 @@ def test_each_remat_keeps_less_than_the_one_before():
     assert saved_bytes("full") < saved_bytes("dots") < saved_bytes("none")
 
 
-def test_no_array_of_all_logits_in_float32_is_ever_made():
+@pytest.mark.parametrize(("chunk_tokens", "held"), [(9, 9), (1, 3)])  # of 3 rows; a chunk has tokens of each
+def test_no_array_of_all_logits_in_float32_is_ever_made(chunk_tokens, held):
     """Neither in the value nor in the gradient: the largest array with a vocabulary axis is one chunk or a weight."""
     vocab = 61  # no other dimension is as large
     graphdef, params = nnx.split(Transformer(tiny_architecture(vocab_size=vocab), rngs=nnx.Rngs(0)))
     weights_BT = jnp.ones(TOKENS_BT.shape)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: chunked_loss(nnx.merge(graphdef, p), weights_BT, 1.0)))(params)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: chunked_loss(nnx.merge(graphdef, p), weights_BT, 1.0, chunk_tokens)))(
+        params
+    )
     shapes = {shape for shape in _shapes(jaxpr.jaxpr) if vocab in shape}
-    model_dim, chunk = 32, 3 * 3  # a chunk of 9 tokens: 3 of each row
-    assert (chunk, vocab) in shapes
-    assert max(np.prod(shape) for shape in shapes if model_dim not in shape) == chunk * vocab
+    assert (held, vocab) in shapes
+    model_dim = 32  # what has it as well is a weight or its gradient
+    assert max(np.prod(shape) for shape in shapes if model_dim not in shape) == held * vocab
 
 
 def _shapes(jaxpr):

@@ -18,8 +18,9 @@ from sgpo_jax.rewards import VerifierPool, judge_all
 from sgpo_jax.rewards.pool import MAX_CHARS
 from sgpo_jax.types import Judgement, MachineError, Query, Verdict
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 CONFIG = RewardsConfig(time_limit_s=LIMIT_S, memory_limit_mb=1024)
+PATIENT = RewardsConfig(time_limit_s=60)
 BAD_REWARDS = """
 import os, signal, sys, time
 
@@ -61,6 +62,10 @@ def spawn_and_hang(gold, completion, metadata):
         sink.write(str(child))
     time.sleep(1000)
 
+def note_and_hang(gold, completion, metadata):
+    process_id(gold, completion, metadata)
+    return 9 ** (9 ** 9) > 1
+
 def length(gold, completion, metadata):
     return len(completion) == int(gold)
 
@@ -98,7 +103,7 @@ def wait_until(condition, limit_s: float) -> bool:
 
 def test_judges_in_the_order_of_the_pairs():
     answers = [str(n % 7) for n in range(200)]
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
         judged = judge_all(pool, [(query("math", "3"), rf"so \boxed{{{answer}}}") for answer in answers])
     assert [judgement.verdict is Verdict.CORRECT for judgement in judged] == [answer == "3" for answer in answers]
     assert judged[4] == Judgement(Verdict.WRONG, 0.0, "4")
@@ -107,9 +112,9 @@ def test_judges_in_the_order_of_the_pairs():
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("hang", "not judged within 1 s"),
-        ("hang_in_c", "not judged within 1 s"),
-        ("hang_deaf", "not judged within 1 s"),
+        ("hang", "not judged within 2 s"),
+        ("hang_in_c", "not judged within 2 s"),
+        ("hang_deaf", "not judged within 2 s"),
         ("starve", "memory"),
         ("abort", f"exit code -{signal.SIGABRT.value}"),
         ("leave", "SystemExit"),
@@ -140,14 +145,14 @@ def test_hung_answers_among_good_ones_cost_their_limit_only():
     begin = time.monotonic()
     with VerifierPool(CONFIG) as pool:
         judged = judge_all(pool, [(query("math", "1"), text) for text in texts])
-    assert time.monotonic() - begin < 4 * LIMIT_S / 2 + 10
+    assert time.monotonic() - begin < 4 * LIMIT_S / 2 + 20
     for text, judgement in zip(texts, judged, strict=True):
         expected = {hung: Verdict.ERROR, r"\boxed{1}": Verdict.CORRECT, r"\boxed{0}": Verdict.WRONG}[text]
         assert judgement.verdict is expected
 
 
 def test_workers_killed_at_random_lose_nothing():
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
         futures = [pool.submit(query("math"), rf"\boxed{{\sqrt{{25}}+{n}-{n}}}") for n in range(500)]
         draw, num_killed = random.Random(0), 0
         while wait(futures, timeout=0.3).not_done:
@@ -157,11 +162,11 @@ def test_workers_killed_at_random_lose_nothing():
                 num_killed += 1
         lost = [judged for future in futures if (judged := future.result()).verdict is not Verdict.CORRECT]
     assert num_killed >= 3
-    assert len(lost) <= 1, lost  # only an answer that was hit twice, its second try too, may be lost
+    assert len(lost) <= 1, lost  # only one that was hit three times may be lost
 
 
 def test_idle_worker_that_was_killed_is_replaced():
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
         assert pool.submit(query("math"), r"\boxed{5}").result().verdict is Verdict.CORRECT
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -172,7 +177,7 @@ def test_idle_worker_that_was_killed_is_replaced():
 
 def test_any_thread_may_submit():
     judged: list[Judgement] = []
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
 
         def work() -> None:
             judged.extend(judge_all(pool, [(query("math"), r"\boxed{5}")] * 20))
@@ -194,13 +199,13 @@ def test_children_of_a_hung_verifier_die_with_it(bad_rewards, tmp_path: Path):
 
 def test_only_the_end_of_a_gigantic_completion_is_judged(bad_rewards):
     text = "x" * (50 * MAX_CHARS) + r"\boxed{5}"
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
         assert pool.submit(query("math"), text).result().verdict is Verdict.CORRECT
         assert pool.submit(query("bad_rewards:length", str(MAX_CHARS)), text).result().verdict is Verdict.CORRECT
 
 
 def test_metadata_that_cannot_be_sent_is_an_error():
-    with VerifierPool(CONFIG) as pool:
+    with VerifierPool(PATIENT) as pool:
         judgement = pool.submit(query("math", thing=lambda: None), r"\boxed{5}").result()
         assert judgement.verdict is Verdict.ERROR
         assert pool.submit(query("math"), r"\boxed{5}").result().verdict is Verdict.CORRECT
@@ -229,12 +234,12 @@ from sgpo_jax.types import Query
 
 def main():
     sys.path.insert(0, sys.argv[1])
-    with VerifierPool(RewardsConfig(time_limit_s=2, num_workers=2)) as pool:
+    with VerifierPool(RewardsConfig(time_limit_s=4, num_workers=2)) as pool:
         def submit(kind, text=""):
             return pool.submit(Query("id", "", "5", kind, "", "", (), {}), text)
         submit("bad_rewards:process_id", sys.argv[1] + "/worker").result()
         try:
-            submit("bad_rewards:spawn_and_hang", sys.argv[1] + "/child")
+            submit("bad_rewards:note_and_hang", sys.argv[1] + "/hung")
             print("ready", flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
@@ -254,7 +259,7 @@ def parent(tmp_path: Path, bad_rewards):
         [sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout.readline() == "ready\n"
-    assert wait_until((tmp_path / "child").exists, 10)
+    assert wait_until((tmp_path / "hung").exists, 10)
     yield process
     if process.poll() is None:
         process.kill()
@@ -262,10 +267,10 @@ def parent(tmp_path: Path, bad_rewards):
 
 
 def test_workers_end_with_a_killed_parent(parent, tmp_path: Path):
-    worker = int((tmp_path / "worker").read_text())
-    assert is_alive(worker)
+    workers = [int((tmp_path / name).read_text()) for name in ("worker", "hung")]
+    assert any(map(is_alive, workers))
     parent.kill()
-    assert wait_until(lambda: not is_alive(worker), 10)
+    assert wait_until(lambda: not any(map(is_alive, workers)), 10)
 
 
 def test_ctrl_c_reaches_the_parent_only(parent, tmp_path: Path):
@@ -273,4 +278,5 @@ def test_ctrl_c_reaches_the_parent_only(parent, tmp_path: Path):
     output, _ = parent.communicate(timeout=20)
     assert output == "judged correct\n"
     assert parent.returncode == 0
-    assert wait_until(lambda: not is_alive(int((tmp_path / "worker").read_text())), 5)
+    workers = [int((tmp_path / name).read_text()) for name in ("worker", "hung")]
+    assert wait_until(lambda: not any(map(is_alive, workers)), 5)

@@ -192,3 +192,20 @@ def test_programs_are_compiled_once_for_each_shape():
         completions_of(engine, requests_for(queries(7, longest=16, seed=seed)))
     assert engine._decode._cache_size() == 1
     assert engine._admit._cache_size() == 1
+
+
+def test_bfloat16_engine_gives_the_logprobs_of_a_bfloat16_trainer():
+    """The engine casts the matrices once; the trainer casts them in every product: the same numbers."""
+    model = tiny_model(seed=2, compute_dtype=jnp.bfloat16)
+    some = queries(4, seed=5)
+    prompts = {query.query_id: query.prompt_ids for query in some}
+    gaps = []
+    for (query_id, _), completion in completions_of(make_engine(model), requests_for(some)).items():
+        ids_T = jnp.asarray([*prompts[query_id], *completion.token_ids_C])[None]
+        length = ids_T.shape[1]
+        found = token_logprobs(
+            model, ids_T, jnp.arange(length)[None], jnp.ones((1, length), jnp.int32), temperature=1.0, chunk_tokens=64
+        )
+        gaps.extend(completion.sampler_logprobs_C - np.asarray(found.logprobs_BT)[0, len(prompts[query_id]) :])
+    assert np.mean(np.abs(gaps)) < 5e-3
+    assert np.max(np.abs(gaps)) < 0.1

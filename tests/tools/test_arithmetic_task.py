@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # tools/ holds scr
 import arithmetic_task as task
 
 QUIET = task.Style(slips=0, direct=0, merged=0, depth_weights=(1,) * 6)
+SHALLOW = (1, 0, 0, 0, 0, 0)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -127,15 +128,28 @@ def test_queries_differ_and_follow_the_mix(mix: task.QueryMix, least_depth: int)
     assert depths / depths.sum() == pytest.approx(mix.depth_weights, abs=0.04)
 
 
+def test_a_depth_that_is_nearly_used_up_keeps_its_share() -> None:
+    """Depth 1 has 1,890 known expressions."""
+    weights = (0.5, 0.5, 0, 0, 0, 0)
+    mix = task.QueryMix(hard_frac=0, hard_depth_weights=weights, depth_weights=weights)
+    queries = task.draw_queries(np.random.default_rng(4), mix, 3000)
+    assert np.mean([query.depth == 1 for query in queries]) == pytest.approx(0.5, abs=0.04)
+
+
+def test_more_than_there_are_is_refused() -> None:
+    mix = task.QueryMix(hard_frac=0, hard_depth_weights=SHALLOW, depth_weights=SHALLOW)
+    with pytest.raises(ValueError, match="depth 1 found; 1891 are too many"):
+        task.draw_queries(np.random.default_rng(4), mix, 1891)
+
+
 def test_nothing_excluded_is_drawn() -> None:
-    """Depth 1 has 1,890 known expressions: without exclusion, both draws would meet some of the thousand again."""
-    shallow = (1, 0, 0, 0, 0, 0)
-    mix = task.QueryMix(hard_frac=0, hard_depth_weights=shallow, depth_weights=shallow)
-    style = task.Style(slips=0, direct=0, merged=0, depth_weights=shallow)
+    """Without exclusion, both draws would meet some of the thousand again."""
+    mix = task.QueryMix(hard_frac=0, hard_depth_weights=SHALLOW, depth_weights=SHALLOW)
+    style = task.Style(slips=0, direct=0, merged=0, depth_weights=SHALLOW)
     rng = np.random.default_rng(2)
     held_out = set(task.draw_queries(rng, mix, 1000))
-    assert held_out.isdisjoint(task.draw_queries(rng, mix, 800, exclude=held_out))
-    shown = islice(task.draw_demonstrations(rng, style, exclude=held_out), 800)
+    assert held_out.isdisjoint(task.draw_queries(rng, mix, 600, exclude=held_out))
+    shown = islice(task.draw_demonstrations(rng, style, exclude=held_out), 600)
     assert held_out.isdisjoint(expression for expression, _ in shown)
 
 
