@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +25,15 @@ def fsync_path(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text`: temporary name, fsync, rename. A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = _temporary(path)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
+        with temporary.open("x", encoding="utf-8") as sink:
             sink.write(text)
             sink.flush()
             os.fsync(sink.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
 
@@ -99,13 +99,16 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists already; name another directory or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    temporary = _temporary(path)
+    temporary.mkdir()
+    mode = temporary.stat().st_mode & 0o666  # what the umask leaves of a file's; some writers give less
     try:
         yield temporary
         for file in temporary.rglob("*"):
+            if file.is_file():
+                file.chmod(mode)
             fsync_path(file)
         fsync_path(temporary)
-        temporary.chmod(0o755)
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
@@ -113,6 +116,11 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_path(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that nothing else has."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _line(row: Any) -> str:

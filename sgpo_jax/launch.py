@@ -200,6 +200,7 @@ def verify(file: Path, kind: str, out: Path | None) -> None:
 
 def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that torch is not there
     # Compiled programs are kept for the next start; JAX reads this when it is first imported.
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sgpo_jax" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))

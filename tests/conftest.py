@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 
 # Compiled programs are kept between runs of the suite: compiling is most of its time.
@@ -7,4 +6,3 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-sys.path.insert(0, str(Path(__file__).parent))  # for helpers.py

@@ -86,6 +86,18 @@ def test_directory_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(out) == ["new"]
 
 
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    old = os.umask(0o022)
+    try:
+        write_text(tmp_path / "a", "x")
+        with new_directory(tmp_path / "out") as directory:
+            (directory / "b").touch(mode=0o600)
+    finally:
+        os.umask(old)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out", "out/b")]
+    assert modes == [0o644, 0o755, 0o644]
+
+
 def test_digest_depends_on_names_and_contents(tmp_path):
     def digest(**files: str) -> str:
         paths = []

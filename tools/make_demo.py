@@ -33,6 +33,8 @@ from sgpo_jax.models.weights import num_parameters
 from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams
 
+Array = jax.Array | np.ndarray
+
 PAD = "<pad>"
 VOCABULARY = (PAD, *task.ALPHABET)
 PAD_ID, STOP_ID = VOCABULARY.index(PAD), VOCABULARY.index("$")
@@ -131,9 +133,7 @@ def train_stage(
 
 
 @nnx.jit
-def train_step(
-    model: Transformer, optimizer: nnx.Optimizer, token_ids_BT: jax.Array, loss_mask_BT: jax.Array
-) -> jax.Array:
+def train_step(model: Transformer, optimizer: nnx.Optimizer, token_ids_BT: Array, loss_mask_BT: Array) -> jax.Array:
     loss, grads = nnx.value_and_grad(demonstration_loss)(model, token_ids_BT, loss_mask_BT)
     optimizer.update(model, grads)
     return loss

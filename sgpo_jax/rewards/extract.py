@@ -27,9 +27,9 @@ def last_boxed(text: str) -> str | None:
     A box inside another belongs to the outer one. Without braces (`\boxed 5`) a box holds the next word.
     """
     last_start = -1
-    closed: list[tuple[int, int]] = []  # begin and end of contents, in the order of their ends
+    closed: list[tuple[int, int]] = []  # begin and end of the contents, in the order of their ends
     open_braces: list[int] = []  # where the content of each open brace begins if it is a box's, else -1
-    box_brace = -1  # where the brace of the box just seen stands
+    box_brace = -1  # where the brace of the box just seen would stand
     for token in _BOX_TOKENS.finditer(text):
         if token[0] == "{":
             open_braces.append(token.end() if token.start() == box_brace else -1)
@@ -38,11 +38,11 @@ def last_boxed(text: str) -> str | None:
             if begin >= 0:
                 closed.append((begin, token.start()))
         elif len(token[0]) > 2:
-            last_start = box_brace = token.end()
-            if text[box_brace : box_brace + 1] == "{":
-                last_start += 1
-            elif word := _BARE_WORD.match(text, box_brace):
-                closed.extend([word.span()] if word[0] else [])
+            box_brace = token.end()
+            last_start = box_brace + (text[box_brace : box_brace + 1] == "{")
+    if last_start == box_brace >= 0:
+        word = _BARE_WORD.match(text, box_brace)
+        closed.extend([word.span()] if word and word[0] else [])
     last = next((span for span in closed if span[0] == last_start), None)
     if last is None:
         return None

@@ -45,6 +45,8 @@ def evaluate(expression: Any, symbols: Mapping[str, Fraction] | None = None) -> 
     value = _evaluate(expression, symbols or {})
     if isinstance(value, Fraction) or not abs(value) < _mp.mpf(10) ** (-DIGITS // 3):
         return value
+    if value == 0:  # exponents do not underflow: all digits cancelled
+        return Fraction(0)
     _mp.dps = 2 * DIGITS
     try:
         precise = _evaluate(expression, symbols or {})

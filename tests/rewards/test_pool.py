@@ -264,6 +264,7 @@ def parent(tmp_path: Path, bad_rewards):
     if process.poll() is None:
         process.kill()
     process.wait(10)
+    process.stdout.close()
 
 
 def test_workers_end_with_a_killed_parent(parent, tmp_path: Path):

@@ -2,18 +2,13 @@
 
 import json
 import re
-import sys
 from itertools import islice
-from pathlib import Path
 
+import arithmetic_task as task
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # tools/ holds scripts, it is not installed
-
-import arithmetic_task as task
 
 QUIET = task.Style(slips=0, direct=0, merged=0, depth_weights=(1,) * 6)
 SHALLOW = (1, 0, 0, 0, 0, 0)
