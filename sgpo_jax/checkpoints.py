@@ -59,20 +59,15 @@ class Checkpoints:
 
         Raises UserError where there is no such checkpoint.
         """
-        step = self.latest_step if step is None else step
-        if step is None or step not in self.steps:
-            raise UserError(f"{self._directory}: no checkpoint of step {step}; there are {self.steps or 'none'}")
         with _storage_errors(self._directory):
-            arrays = self._checkpointer.load_checkpointables(step, dict(abstract))
-        return Restored(step, arrays, self.host(step))
+            return _restore(self._checkpointer, self._directory, abstract, step)
 
-    def host(self, step: int | None = None) -> dict[str, Any]:
-        """The JSON values of a step, the newest by default, without its arrays; empty where there is no checkpoint."""
-        step = self.latest_step if step is None else step
-        if step is None:
+    def host(self) -> dict[str, Any]:
+        """The JSON values of the newest step, without its arrays; empty where there is no checkpoint."""
+        if self.latest_step is None:
             return {}
         with _storage_errors(self._directory):
-            return dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+            return dict(self._checkpointer.checkpointables_metadata(self.latest_step).custom_metadata or {})
 
     def wait(self) -> None:
         """Until the last save is on the disk. Raises MachineError where it failed."""
@@ -82,6 +77,29 @@ class Checkpoints:
     def close(self) -> None:
         with _storage_errors(self._directory):
             self._checkpointer.close()
+
+
+def read_checkpoint(directory: Path, abstract: Mapping[str, Any], step: int | None = None) -> Restored:
+    """`Checkpoints.restore` for who only reads: nothing is made or cleaned up, so a run may be writing meanwhile.
+
+    Raises UserError where there is no such checkpoint.
+    """
+    directory = directory.absolute()
+    if not directory.is_dir():
+        raise UserError(f"{directory.parent}: has no checkpoints yet; train first")
+    with _storage_errors(directory), ocp.training.Checkpointer(directory) as checkpointer:
+        return _restore(checkpointer, directory, abstract, step)
+
+
+def _restore(checkpointer: Any, directory: Path, abstract: Mapping[str, Any], step: int | None) -> Restored:
+    steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+    step = max(steps, default=None) if step is None else step
+    if step not in steps or step is None:
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise UserError(f"{directory}: {wanted}; there are {steps or 'none'}")
+    arrays = checkpointer.load_checkpointables(step, dict(abstract))
+    host = checkpointer.checkpointables_metadata(step).custom_metadata
+    return Restored(step, arrays, dict(host or {}))
 
 
 def abstract_like(arrays: Any) -> Any:
@@ -120,5 +138,11 @@ def load_weights(directory: Path, abstract_params: Any) -> Any:
 def _storage_errors(directory: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise MachineError(f"{directory}: cannot be read or written: {error.strerror or error}") from error
+    except (UserError, MachineError):
+        raise
+    except Exception as error:  # Orbax and TensorStore report a full disk or a broken file by any kind of error
+        reason = " ".join(str(error).split())
+        reason = "no space is left" if "o space left" in reason or "RESOURCE_EXHAUSTED" in reason else reason[:200]
+        raise MachineError(
+            f"{directory}: a checkpoint cannot be read or written: {reason}; free space, or remove what is broken"
+        ) from error

@@ -19,6 +19,7 @@ from sgpo_jax.types import UserError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -83,9 +84,9 @@ class OverlongConfig(Section):
 
 
 class RewardsConfig(Section):
-    correct: float = 1.0
+    correct: Finite = 1.0
     """Reward of a correct completion."""
-    wrong: float = 0.0
+    wrong: Finite = 0.0
     """Reward of a wrong completion."""
     correct_threshold: Probability = 1.0
     """Graded verifiers: a score of at least this counts as correct."""
@@ -102,18 +103,86 @@ class RewardsConfig(Section):
 
 
 class RolloutsConfig(Section):
-    engine: Literal["jax"] = "jax"
-    """What samples completions."""
+    engine: Literal["jax", "vllm"] = "jax"
+    """What samples completions: the trainer's own devices, or vLLM servers (section vllm)."""
     max_completion_tokens: Count = 3072
     """A completion that has not ended by then is cut (finish_reason length)."""
     temperature: Positive = 1.0
     """Sampling temperature of profiling and training; all log-probabilities are taken at it."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of profiling and training. Below 1, training is biased: the probability ratio is against the whole
+    distribution, which is not what was sampled from."""
+    allow_biased_ratio: bool = False
+    """Whether top_p may be below 1 all the same."""
     batch_size: Count = 64
     """Completions that the JAX engine decodes side by side."""
     prefill_tokens: Count = 512
     """Prompt tokens that the JAX engine reads in one call; longer prompts are read one at a time."""
     decode_steps: Count = 16
     """Tokens that the JAX engine decodes between two looks at what has finished."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutsConfig":
+        if self.top_p < 1 and not self.allow_biased_ratio:
+            raise ValueError("top_p below 1 biases the probability ratio; set allow_biased_ratio to accept that")
+        return self
+
+
+class VLLMConfig(Section):
+    """The servers of rollouts.engine=vllm: one that the run starts and ends itself, or others that run already."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    """Servers that run already, such as http://127.0.0.1:8000; empty: start one. They must serve this model, in
+    model.compute_dtype, with VLLM_SERVER_DEV_MODE=1, --generation-config vllm and --logprobs-mode processed_logprobs,
+    and must be able to read weights_dir. Their key is read from the environment variable VLLM_API_KEY."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        ".venv-vllm/bin/python",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    )
+    """What starts a server, without its options; tools/setup_vllm.sh makes this one."""
+    extra_args: tuple[str, ...] = ()
+    """Further options of the server, after those of this section."""
+    env: dict[str, str] = {}
+    """Environment variables of the server, beside this process's own."""
+    platform: Literal["cuda", "cpu"] = "cuda"
+    """What the server runs on. For vLLM on TPUs, start it yourself and name it in `urls`."""
+    port: Annotated[int, Field(ge=1, lt=65536)] | None = None
+    """Port on the loopback interface; empty: a free one."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """GPUs of the server (its CUDA_VISIBLE_DEVICES); empty: those that this process sees. Give the trainer others, by
+    its own CUDA_VISIBLE_DEVICES."""
+    memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory that the server takes; empty: vLLM's own default."""
+    kv_cache_gib: Count = 1
+    """Memory of the key-value cache on CPUs, in GiB."""
+    tensor_parallel: Count = 1
+    """GPUs over which each copy of the model is split."""
+    data_parallel: Count = 1
+    """Copies of the model inside the server."""
+    max_num_seqs: Count = 128
+    """Completions that the server decodes side by side."""
+    max_batched_tokens: Count = 16384
+    """Tokens of one step of the server; at least the longest prompt with its completion is taken."""
+    max_in_flight: Count = 512
+    """Completions asked for at a time, over all servers: more than they decode, so that none waits for work."""
+    max_attempts: Count = 4
+    """Attempts at one request before its completions count as errors."""
+    max_failures: Count = 3
+    """Failures in a row (of syncs, or of the server without a completion between) that end the run."""
+    start_time_limit_s: Positive = 900.0
+    """A server that is not healthy by then has failed."""
+    request_time_limit_s: Positive = 3600.0
+    """A server that has not answered a request by then hangs, and is started again: waiting and decoding included."""
+    sync_time_limit_s: Positive = 300.0
+    """Longest exchange of weights, and longest answer to a probe."""
+    weights_dir: str | None = None
+    """Directory in which weights are passed on, shared with the servers of urls; empty: /dev/shm, or the system's
+    directory for temporary files where there is none."""
+    probe_prompts: Count = 4
+    """Training prompts whose log-probabilities are compared with the trainer's after each sync."""
+    probe_max_gap: Positive | None = None
+    """Largest difference of a log-probability that a sync may leave; empty: 1e-4 in float32, 0.5 in bfloat16."""
 
 
 class ProfileConfig(Section):
@@ -138,6 +207,12 @@ class SGPOConfig(Section):
     """Share of the unsolved queries mixed into each phase, alpha."""
     unsolved_subset: Literal["fixed", "per_epoch"] = "fixed"
     """Whether a phase's unsolved queries are drawn once or anew in each epoch."""
+    curriculum: bool = True
+    """Whether phases follow each other, easy to hard; else an epoch's queries are shuffled together, each with its own
+    group size. (Uniform group sizes are group_sizes=[8]; no filter is max_success_rate=1 and unsolved_frac=1.)"""
+    later_epochs: Literal["stale", "reprofiled"] = "stale"
+    """Whether later epochs go by the first profile, or each by a new one, made by the policy of that moment and charged
+    as profiling."""
 
     @model_validator(mode="after")
     def _check(self) -> "SGPOConfig":
@@ -146,13 +221,50 @@ class SGPOConfig(Section):
         return self
 
 
-class LossConfig(Section):
-    """DAPO's objective (arXiv 2503.14476, section 3; sGPO, section 4.4)."""
+class RefillConfig(Section):
+    """Rounds of rollouts until a step has enough informative groups, for train.method dapo and greso."""
 
+    max_rounds: Count = 20
+    """Rounds of one step."""
+    when_short: Literal["error", "train"] = "error"
+    """After max_rounds: end with an error that says the share of informative groups, or train on those there are."""
+
+
+class DAPOConfig(Section):
+    """Uniform groups with dynamic sampling (DAPO, section 3.2)."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of each query."""
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Queries rolled out for each group that is still missing: more means fewer rounds, and more that is dropped."""
+
+
+class GRESOConfig(Section):
+    """Dynamic sampling that skips queries before rollout (GRESO, arXiv 2506.02177)."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of each query."""
+
+
+class KnapsackConfig(Section):
+    """Group sizes by success rate under a budget (Knapsack RL, arXiv 2509.25849)."""
+
+    mean_group_size: Annotated[int, Field(ge=2, le=128)] = 8
+    """Mean rollouts of a step's queries, and the group size of the first epoch."""
+
+
+_CLIP_RANGES = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "rloo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+
+
+class LossConfig(Section):
+    """The objective; by default DAPO's (arXiv 2503.14476, section 3; sGPO, section 4.4)."""
+
+    objective: Literal["dapo", "grpo", "dr_grpo", "rloo", "gspo", "cispo"] = "dapo"
+    """Which advantage, ratio and mean over tokens; see algorithms/objectives.py."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower clip range of the probability ratio."""
+    """Lower clip range of the probability ratio; empty: the objective's (cispo has none). For gspo, of a sequence's."""
     clip_high: Positive = 0.28
-    """Upper clip range of the probability ratio."""
+    """Upper clip range of the probability ratio; empty: the objective's."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Upper bound of the ratio where the advantage is negative; empty: off."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -161,6 +273,33 @@ class LossConfig(Section):
     """Truncated importance weight min(pi_old / pi_sampler, cap); empty: off."""
     advantage_ddof: Literal[0, 1] = 0
     """Population (0) or sample (1) standard deviation of a group's rewards."""
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the KL divergence from the initial weights; above 0, a second copy of them is held."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Its estimate: k2 and k3 as a part of the loss, k1 taken off the rewards."""
+    skip_uninformative: bool = False
+    """Whether groups without advantage are left out of the update's passes, which changes no gradient."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_clip_ranges(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        low, high = _CLIP_RANGES.get(str(values.get("objective")), (0.2, 0.28))
+        return {"clip_low": low, "clip_high": high, **values}
+
+    @model_validator(mode="after")
+    def _check(self) -> "LossConfig":
+        if self.skip_uninformative and (self.kl_coef or self.entropy_coef):
+            raise ValueError(
+                "skip_uninformative with kl_coef or entropy_coef above 0 would change the gradient: groups without "
+                "advantage have one then"
+            )
+        if self.objective in ("dr_grpo", "rloo") and self.advantage_ddof:
+            raise ValueError(f"objective={self.objective} divides by no deviation: advantage_ddof must be 0")
+        if self.objective == "cispo" and self.dual_clip is not None:
+            raise ValueError("objective=cispo has no dual_clip")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -168,11 +307,11 @@ class OptimizerConfig(Section):
 
     learning_rate: Positive = 1e-6
     schedule: Literal["constant", "linear"] = "constant"
-    """After the warm-up: constant, or linear to final_frac of the rate at the plan's last step."""
+    """Beside the warm-up: constant, or falling to final_frac of it with the share of the schedule that is over."""
     final_frac: Probability = 0.1
     """Where the linear schedule ends, as a share of learning_rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
-    """Steps over which the rate rises from 0."""
+    """Updates over which the rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Positive = 1e-8
@@ -183,8 +322,11 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
+    method: Literal["sgpo", "dapo", "greso", "knapsack"] = "sgpo"
+    """Which queries are rolled out, how often, in which order; each method has a section of its name. Only sgpo needs a
+    profile."""
     epochs: Count = 2
-    """Passes over the phases."""
+    """Passes over the queries."""
     prompts_per_step: Count = 64
     """Queries of one step; each brings its group of rollouts."""
     num_updates: Count = 1
@@ -249,8 +391,34 @@ class TelemetryConfig(Section):
     """The project's name at the trackers."""
 
 
+class ForecastConfig(Section):
+    """A profile that was not made, for `plan --compare`: its histogram and mean lengths."""
+
+    counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=2)]
+    """Number of queries by correct answers, from 0 to profile.num_samples."""
+    profiling_tokens: Positive
+    """Mean tokens of a completion in profiling."""
+    training_tokens: Positive
+    """Mean tokens of a completion in training, for every method and group size."""
+    prompt_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Mean tokens of a prompt."""
+    num_params: Count | None = None
+    """Parameters; empty: those of model.path."""
+
+
+class HardwareConfig(Section):
+    """What `plan --compare` makes hours of; without it there are none."""
+
+    flops_per_s: Positive
+    """Peak of all devices together, in the type that is computed in."""
+    mfu_train: Annotated[float, Field(gt=0, le=1)]
+    """Share of the peak that updates and log-probability passes reach."""
+    mfu_generate: Annotated[float, Field(gt=0, le=1)]
+    """Share of the peak that sampling reaches."""
+
+
 class Config(Section):
-    run_dir: str
+    run_dir: Annotated[str, Field(min_length=1)]
     """Where everything of this run is written."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Decides every random choice of the run."""
@@ -258,8 +426,17 @@ class Config(Section):
     data: DataConfig
     rewards: RewardsConfig = RewardsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    vllm: VLLMConfig = VLLMConfig()
     profile: ProfileConfig = ProfileConfig()
     sgpo: SGPOConfig = SGPOConfig()
+    dapo: DAPOConfig = DAPOConfig()
+    greso: GRESOConfig = GRESOConfig()
+    knapsack: KnapsackConfig = KnapsackConfig()
+    refill: RefillConfig = RefillConfig()
+    forecast: ForecastConfig | None = None
+    """A histogram for `plan --compare`; empty: it takes the run's profile."""
+    hardware: HardwareConfig | None = None
+    """What `plan --compare` makes hours of; empty: it gives none."""
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
@@ -274,8 +451,16 @@ class Config(Section):
                 f"rewards.overlong.max_tokens={overlong.max_tokens} must not exceed "
                 f"rollouts.max_completion_tokens={self.rollouts.max_completion_tokens}"
             )
+        if self.forecast and len(self.forecast.counts) != self.profile.num_samples + 1:
+            raise ValueError(
+                f"forecast.counts has {len(self.forecast.counts)} numbers; with profile.num_samples="
+                f"{self.profile.num_samples} it needs one for each of 0 to {self.profile.num_samples} correct answers"
+            )
         if self.rewards.correct <= self.rewards.wrong:
             raise ValueError(f"rewards.correct={self.rewards.correct} must exceed rewards.wrong={self.rewards.wrong}")
+        for key, temperature in (("rollouts", self.rollouts.temperature), ("evaluate", self.evaluate.temperature)):
+            if self.rollouts.engine == "vllm" and 0 < temperature < 0.01:
+                raise ValueError(f"{key}.temperature={temperature}: vLLM would sample at 0.01; allowed is 0.01 or more")
         names = [source_name(source) for source in self.evaluate.sets]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.sets have the names {names}: give each a `name` of its own")
@@ -362,7 +547,7 @@ def _child(node: Any, part: str, override: str, parent: str) -> Any:
 
 
 def _index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
+    if not part.isdecimal() or int(part) >= len(node):
         raise UserError(f"override {override!r}: {part!r} is no index of a list of {len(node)}")
     return int(part)
 
@@ -398,11 +583,35 @@ def _suggest(location: Sequence[Any]) -> str:
     return f": known keys here are {', '.join(known)}"
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """The dotted keys whose values differ, as `key: old -> new`."""
+MAY_CHANGE = (
+    "run_dir",
+    "telemetry.",
+    "forecast",
+    "hardware",
+    "export.",
+    "mesh.",
+    "vllm.",
+    "rewards.num_workers",
+    "model.remat",
+    "model.vocab_chunk_tokens",
+    "rollouts.batch_size",
+    "rollouts.prefill_tokens",
+    "rollouts.decode_steps",
+    "train.micro_batch_tokens",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.sample_rollouts",
+)
+"""Keys (or their beginnings) that may change between the starts of one run: they say how it is computed, not what."""
+
+
+def differences(old: Config, new: Config) -> dict[str, str]:
+    """The dotted keys whose values differ, each with `key: old -> new`."""
     before, after = (dict(_flatten(config.model_dump(mode="json"), "")) for config in (old, new))
     keys = sorted(before.keys() | after.keys())
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
+    return {
+        key: f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)
+    }
 
 
 def _flatten(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:

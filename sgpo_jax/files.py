@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
@@ -32,9 +33,9 @@ def write_text(path: Path, text: str) -> None:
             sink.flush()
             os.fsync(sink.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise _named(error, path) from None
     fsync_path(path.parent)
 
 
@@ -49,10 +50,13 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
 def append_jsonl(path: Path, row: Any) -> None:
     """Add one line, flushed to the disk. A crash can tear only the last one: `read_jsonl(torn_tail=True)` drops it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as sink:
-        sink.write(f"{_line(row)}\n")
-        sink.flush()
-        os.fsync(sink.fileno())
+    try:
+        with path.open("a", encoding="utf-8") as sink:
+            sink.write(f"{_line(row)}\n")
+            sink.flush()
+            os.fsync(sink.fileno())
+    except OSError as error:
+        raise _named(error, path) from None
 
 
 def read_json(path: Path) -> Any:
@@ -68,7 +72,10 @@ def read_json(path: Path) -> Any:
 def read_jsonl(path: Path, *, torn_tail: bool = False) -> list[Any]:
     """All rows of a JSON-lines file; torn_tail forgives an unfinished last one. Raises UserError by file and line."""
     rows = []
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     lines = text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -118,8 +125,22 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
+def sweep(directory: Path) -> None:
+    """Remove what killed writers left below `directory`. Only for who knows that no one else writes there."""
+    for path in [path for path in directory.rglob(".*") if _TEMPORARY.search(path.name)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _named(error: BaseException, path: Path) -> BaseException:
+    """A failure of the file system that says which file it was."""
+    return OSError(error.errno, error.strerror, str(path)) if isinstance(error, OSError) else error
+
+
+_TEMPORARY = re.compile(r"\.\d+-[0-9a-f]{8}$")
+
+
 def _temporary(path: Path) -> Path:
-    """A name beside `path` that nothing else has."""
+    """A name beside `path` that nothing else has, and that `sweep` knows."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 

@@ -4,6 +4,7 @@ Nothing heavy is imported before a command runs: help is instant, and the verifi
 """
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -46,6 +47,9 @@ def command(example: str) -> Callable[[Callable[..., None]], click.Command]:
                 function(*args, **kwargs)
             except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
                 raise
+            except KeyboardInterrupt:
+                click.echo("interrupted: the same command goes on where this one stood", err=True)
+                sys.exit(1)
             except Exception as error:
                 _report(error, debug=bool(context.obj))
                 sys.exit(2 if isinstance(error, UserError) else 1)
@@ -98,10 +102,17 @@ def profile(config_file: Path, overrides: tuple[str, ...]) -> None:
     _run_stage(config_file, overrides, lambda pipeline, run: pipeline.profile_stage(run))
 
 
-@command("plan configs/demo.yaml")
+@command("plan --compare configs/qwen2.5-math-7b-forecast.yaml")
+@click.option("--compare", is_flag=True, help="Only show what every method would cost, from a profile or a histogram.")
 @_with_config
-def plan(config_file: Path, overrides: tuple[str, ...]) -> None:
+def plan(config_file: Path, overrides: tuple[str, ...], compare: bool) -> None:
     """What to train on, in which groups and order, and what it will cost: plan.json."""
+    if compare:
+        from sgpo_jax import pipeline
+        from sgpo_jax.config import load_config
+
+        pipeline.compare_methods(load_config(config_file, overrides))
+        return
     _run_stage(config_file, overrides, lambda pipeline, run: pipeline.plan_stage(run))
 
 
@@ -119,16 +130,16 @@ def evaluate(config_file: Path, overrides: tuple[str, ...]) -> None:
     _run_stage(config_file, overrides, lambda pipeline, run: pipeline.evaluate_newest(run))
 
 
-@command("export runs/demo exported/demo")
+@command("export runs/demo exported/demo export.dtype=float32")
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 @click.option("--step", type=int, help="Which checkpoint; default: the newest.")
-def export(run_dir: Path, out: Path, step: int | None) -> None:
-    """A checkpoint of a run as a Hugging Face directory."""
+def export(run_dir: Path, out: Path, overrides: tuple[str, ...], step: int | None) -> None:
+    """A checkpoint of a run as a Hugging Face directory; the run may go on meanwhile."""
     from sgpo_jax import pipeline
 
-    with pipeline.open_run(pipeline.config_of(run_dir)) as run:
-        pipeline.export_run(run, out, step)
+    pipeline.export_run(pipeline.config_of(run_dir, overrides), out, step)
 
 
 @command("convert Qwen2.5-0.5B orbax/Qwen2.5-0.5B")
@@ -188,13 +199,15 @@ def generate(
 @command("verify answers.jsonl --kind math")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--kind", type=click.Choice(["math", "choice", "exact"]), default="math", show_default=True)
+@click.option("--boxed-only", is_flag=True, help="A final answer that is stated without a box does not count.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the lines with their verdicts here.")
-def verify(file: Path, kind: str, out: Path | None) -> None:
+def verify(file: Path, kind: str, boxed_only: bool, out: Path | None) -> None:
     """Judge {"gold", "completion"[, "expected"]} lines; with `expected`, show the agreement and each disagreement."""
     from sgpo_jax.config import RewardsConfig
     from sgpo_jax.rewards.verify_file import verify_file
 
-    for line in verify_file(file, kind, out, RewardsConfig()).lines():
+    config = RewardsConfig(accept_stated_answer=not boxed_only)
+    for line in verify_file(file, kind, out, config).lines():
         click.echo(line)
 
 
@@ -205,6 +218,7 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sgpo_jax" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it raises as well
     cli()
 
 

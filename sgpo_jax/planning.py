@@ -31,8 +31,11 @@ class Forecasts:
 
 
 def make_plan(rows: Sequence[ProfileRow], config: Config) -> Plan:
-    """Raises UserError where no query is worth training on, with the counts that say why."""
-    plan = plan_phases(rows, config.sgpo, config.train.epochs, config.seed)
+    """All epochs, or the first, where sgpo.later_epochs are planned from profiles of their own.
+
+    Raises UserError where no query is worth training on, with the counts that say why.
+    """
+    plan = plan_phases(rows, config.sgpo, config.train.epochs // _num_profiles(config), config.seed)
     if not plan.phases:
         dropped = plan.dropped
         raise UserError(
@@ -46,7 +49,7 @@ def make_plan(rows: Sequence[ProfileRow], config: Config) -> Plan:
 def forecast_plan(
     plan: Plan, rows: Sequence[ProfileRow], queries: Mapping[str, Query], config: Config, num_params: int
 ) -> Forecasts:
-    """Both forecasts; DAPO's groups have the largest of sgpo.group_sizes."""
+    """Both forecasts. A profile that is still to come is taken to be like the first one."""
     lengths = mean_lengths(rows, queries, config.profile.num_samples)
     common = partial(
         forecast,
@@ -56,15 +59,24 @@ def forecast_plan(
         rematerialise=config.model.remat == "full",
     )
     uniform = uniform_phases(
-        _histogram(rows, config.profile.num_samples),
+        histogram(rows, config.profile.num_samples),
         config.profile.num_samples,
-        config.sgpo.group_sizes[-1],
+        config.dapo.group_size,
         config.train.epochs,
     )
+    num_profiles = _num_profiles(config)
     return Forecasts(
-        sgpo=common(phases_of_plan(plan), num_profiled=len(rows), num_samples=config.profile.num_samples),
+        sgpo=common(
+            phases_of_plan(plan) * num_profiles,
+            num_profiled=len(rows) * num_profiles,
+            num_samples=config.profile.num_samples,
+        ),
         uniform=common(uniform),
     )
+
+
+def _num_profiles(config: Config) -> int:
+    return config.train.epochs if config.sgpo.later_epochs == "reprofiled" else 1
 
 
 def mean_lengths(rows: Sequence[ProfileRow], queries: Mapping[str, Query], num_samples: int) -> MeanLengths:
@@ -125,7 +137,7 @@ def show_plan(plan: Plan, rows: Sequence[ProfileRow], forecasts: Forecasts, conf
         ("", "steps", "generated tokens", "paper FLOPs", "itemised FLOPs"),
         [
             ("sGPO with profiling", *_forecast_row(forecasts.sgpo)),
-            (f"uniform DAPO, G = {config.sgpo.group_sizes[-1]}", *_forecast_row(forecasts.uniform)),
+            (f"uniform DAPO, G = {config.dapo.group_size}", *_forecast_row(forecasts.uniform)),
         ],
     )
 
@@ -137,13 +149,13 @@ def _show_histogram(rows: Sequence[ProfileRow], num_samples: int) -> None:
         f"Profile: correct of {num_samples} samples",
         ("k", "queries", "share", ""),
         [
-            (k, counts[k], f"{counts[k] / len(rows):.1%}", f"{'#' * round(30 * counts[k] / most):<30}")
+            (k, counts[k], f"{counts[k] / len(rows):.1%}", "#" * round(30 * counts[k] / most))
             for k in range(num_samples + 1)
         ],
     )
 
 
-def _histogram(rows: Sequence[ProfileRow], num_samples: int) -> dict[int, int]:
+def histogram(rows: Sequence[ProfileRow], num_samples: int) -> dict[int, int]:
     """Number of queries by correct answers of num_samples; one with errors counts by its rate, rounded."""
     return dict(Counter(round(num_samples * row.num_correct / row.num_samples) for row in rows if row.num_samples))
 

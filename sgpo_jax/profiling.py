@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sgpo_jax.algorithms.allocation import ProfileRow
+from sgpo_jax.algorithms.allocation import ProfileRow, profile_row
 from sgpo_jax.algorithms.compute import TokenCounts
 from sgpo_jax.config import Config
 from sgpo_jax.files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.telemetry import Stopwatch, progress
-from sgpo_jax.types import FinishReason, GroupRequest, Purpose, Query, RolloutGroup, SamplingParams, UserError
+from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,13 @@ class ProfileIdentity:
     """What a profile depends on beside the queries. Two profiles of equal identity may stand for each other.
 
     model, template, verifier: digests. sampling: number of samples, temperature, length limit.
+    kinds: the verifiers that judged; a profile serves those who need some of them.
     """
 
     model: str
     template: str
     verifier: str
+    kinds: tuple[str, ...]
     sampling: Mapping[str, Any]
 
 
@@ -42,7 +44,7 @@ def profile_sampling(config: Config) -> dict[str, Any]:
     return {
         "num_samples": config.profile.num_samples,
         "temperature": config.rollouts.temperature,
-        "top_p": 1.0,
+        "top_p": config.rollouts.top_p,
         "max_completion_tokens": config.rollouts.max_completion_tokens,
     }
 
@@ -64,8 +66,10 @@ def make_profile(
     profile.json says how the profile was made; only then is it complete.
     """
     path = run_dir / "profile.jsonl"
-    rows = _rows_so_far(path)
-    sampling = SamplingParams(config.rollouts.max_completion_tokens, config.rollouts.temperature)
+    rows = _read_rows(path) if path.exists() else {}
+    write_jsonl(path, map(asdict, rows.values()))  # without a torn last line, so that the next one starts afresh
+    rollouts = config.rollouts
+    sampling = SamplingParams(rollouts.max_completion_tokens, rollouts.temperature, rollouts.top_p)
     missing = [query for query in queries if query.query_id not in rows]
     requests = [GroupRequest(query, config.profile.num_samples, Purpose.PROFILE) for query in missing]
     watch = Stopwatch()
@@ -80,18 +84,6 @@ def make_profile(
     counts = profile_counts(ordered, queries)
     write_json(run_dir / "profile.json", _description(identity, ordered, counts, watch.seconds()["total"]))
     return Profile(ordered, counts)
-
-
-def profile_row(group: RolloutGroup) -> ProfileRow:
-    """num_samples counts judged completions only: one that could not be judged is not a failure."""
-    return ProfileRow(
-        query_id=group.query.query_id,
-        num_samples=group.num_judged,
-        num_correct=group.num_correct,
-        num_tokens=group.num_tokens,
-        num_truncated=sum(r.completion.finish_reason is FinishReason.LENGTH for r in group.rollouts),
-        num_errors=len(group.rollouts) - group.num_judged,
-    )
 
 
 def profile_counts(rows: Sequence[ProfileRow], queries: Sequence[Query]) -> TokenCounts:
@@ -113,14 +105,19 @@ def read_profile(run_dir: Path, queries: Sequence[Query], identity: ProfileIdent
     Raises UserError naming the difference where it was made with another model, template, verifier or sampling, or
     lacks a query.
     """
-    made_with = read_json(run_dir / "profile.json")["identity"]
+    description = read_json(run_dir / "profile.json")
+    made_with = description.get("identity") if isinstance(description, dict) else None
+    if not isinstance(made_with, dict):
+        raise UserError(f"{run_dir / 'profile.json'}: not the description of a profile; remove it and profile again")
     for name, wanted in asdict(identity).items():
+        if name == "kinds" and set(wanted) <= set(made_with.get(name, ())):
+            continue
         if made_with.get(name) != wanted:
             raise UserError(
                 f"{run_dir / 'profile.json'}: made with another {name} ({made_with.get(name)}, this run has {wanted}); "
                 "profile again in a new run_dir, or name another profile.reuse"
             )
-    rows = _rows_so_far(run_dir / "profile.jsonl")
+    rows = _read_rows(run_dir / "profile.jsonl")
     missing = [query.query_id for query in queries if query.query_id not in rows]
     if missing:
         raise UserError(
@@ -131,14 +128,11 @@ def read_profile(run_dir: Path, queries: Sequence[Query], identity: ProfileIdent
     return Profile(ordered, profile_counts(ordered, queries))
 
 
-def _rows_so_far(path: Path) -> dict[str, ProfileRow]:
-    if not path.exists():
-        return {}
+def _read_rows(path: Path) -> dict[str, ProfileRow]:
     try:
         rows = [ProfileRow(**row) for row in read_jsonl(path, torn_tail=True)]
     except TypeError as error:
         raise UserError(f"{path}: not lines of a profile: {error}") from None
-    write_jsonl(path, map(asdict, rows))  # without a torn last line, so that the next one starts afresh
     return {row.query_id: row for row in rows}
 
 

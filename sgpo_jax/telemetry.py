@@ -1,5 +1,6 @@
 """What a person and a tracker see of a run: progress, messages, metrics."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -137,7 +138,10 @@ class Metrics:
 
     def close(self) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:
+                say(f"warning: {type(tracker).__name__} failed to close: {error}")
 
 
 class TensorBoardTracker:
@@ -172,8 +176,20 @@ class WandbTracker:
         self._run.finish()
 
 
-def make_trackers(config: TelemetryConfig, run_dir: Path, run_config: Mapping[str, Any]) -> list[Tracker]:
+_MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check_trackers(config: TelemetryConfig) -> None:
     """Raises UserError where the extra of a tracker is not installed."""
+    for name in config.trackers:
+        if importlib.util.find_spec(_MODULES[name]) is None:
+            raise UserError(
+                f"telemetry.trackers: {name} is not installed; pip install 'sgpo-jax[{name}]' or leave it out"
+            )
+
+
+def make_trackers(config: TelemetryConfig, run_dir: Path, run_config: Mapping[str, Any]) -> list[Tracker]:
+    """The trackers of the configuration; one that fails to start is said and left out."""
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardTracker(run_dir),
         "wandb": lambda: WandbTracker(run_dir, config.project, run_config),
@@ -182,18 +198,16 @@ def make_trackers(config: TelemetryConfig, run_dir: Path, run_config: Mapping[st
     for name in config.trackers:
         try:
             trackers.append(makers[name]())
-        except ImportError:
-            raise UserError(
-                f"telemetry.trackers: {name} is not installed; pip install 'sgpo-jax[{name}]' or leave it out"
-            ) from None
+        except Exception as error:  # any failure of a tracker is its own
+            say(f"warning: the tracker {name} failed to start and is left out: {error}")
     return trackers
 
 
 def show_table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A small table on standard output; the first column is a name, the others are figures."""
+    """A small table on standard output; the first column is a name, the others are figures (or pictures: no title)."""
     grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
-        grid.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+        grid.add_column(name, justify="left" if i == 0 or not name else "right", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     output = Console(file=sys.stdout, highlight=False)

@@ -63,7 +63,13 @@ def make_query(name: str, prompt_ids: tuple[int, ...] = (1, 2, 3), gold: str = "
 
 
 def make_group(
-    query: Query, outcomes: list[bool | None], *, purpose: Purpose = Purpose.TRAIN, length: int = 4, seed: int = 0
+    query: Query,
+    outcomes: list[bool | None],
+    *,
+    purpose: Purpose = Purpose.TRAIN,
+    visit: int = 0,
+    length: int = 4,
+    seed: int = 0,
 ) -> RolloutGroup:
     """A judged group: True correct, False wrong, None could not be judged."""
     rng = np.random.default_rng(seed)
@@ -75,4 +81,4 @@ def make_group(
         judgement = Judgement(verdict, reward=float(outcome or 0), extracted=str(int(bool(outcome))))
         completion = Completion(index, token_ids_C, logprobs_C, FinishReason.STOP, 0)
         rollouts.append(Rollout(completion, "text", judgement, float(outcome or 0)))
-    return RolloutGroup(GroupRequest(query, len(outcomes), purpose), tuple(rollouts))
+    return RolloutGroup(GroupRequest(query, len(outcomes), purpose, visit), tuple(rollouts))

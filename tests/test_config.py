@@ -53,6 +53,16 @@ def test_overrides_reach_every_depth(file):
         ("rewards.correct=-1", "rewards.correct=-1.0 must exceed rewards.wrong=0.0"),
         ("rewards.overlong={max_tokens: 9999, cache_tokens: 5}", "must not exceed rollouts.max_completion_tokens=3072"),
         ("mesh={data: -1, fsdp: -1}", "-1 stands at most once"),
+        ("rollouts.top_p=0.9", "top_p below 1 biases the probability ratio; set allow_biased_ratio to accept that"),
+        ("rollouts={engine: vllm, temperature: 0.005}", "rollouts.temperature=0.005: vLLM would sample at 0.01"),
+        ("vllm.urls=[127.0.0.1:8000]", "vllm.urls.0='127.0.0.1:8000': allowed is"),
+        ("vllm.port=0", "vllm.port=0: allowed is greater than or equal to 1"),
+        ("vllm.memory_frac=1.5", "vllm.memory_frac=1.5: allowed is less than or equal to 1"),
+        ("train.loss={skip_uninformative: true, kl_coef: 0.1}", "skip_uninformative with kl_coef or entropy_coef"),
+        ("train.loss={skip_uninformative: true, entropy_coef: 0.1}", "skip_uninformative with kl_coef or entropy_coef"),
+        ("train.loss={objective: rloo, advantage_ddof: 1}", "advantage_ddof must be 0"),
+        ("train.loss={objective: cispo, dual_clip: 10}", "objective=cispo has no dual_clip"),
+        ("train.loss.objective=ppo", "allowed is 'dapo', 'grpo', 'dr_grpo', 'rloo', 'gspo' or 'cispo'"),
         ("nonsense", "override 'nonsense': not of the form key.sub=value"),
         ("data.train.7.path=x", "override 'data.train.7.path=x': '7' is no index of a list of 1"),
         ("run_dir.sub=x", "run_dir holds a single value"),
@@ -98,12 +108,27 @@ def test_what_is_dumped_is_read_back(file, tmp_path):
     assert load_config(copy) == config
 
 
+def test_clip_ranges_are_the_objectives_own_unless_given(file):
+    def ranges(*overrides):
+        loss = load_config(file, overrides).train.loss
+        return loss.clip_low, loss.clip_high
+
+    assert ranges() == ranges("train.loss={}") == (0.2, 0.28)
+    assert ranges("train.loss.objective=grpo") == (0.2, 0.2)
+    assert ranges("train.loss.objective=gspo") == (3e-4, 4e-4)
+    assert ranges("train.loss.objective=gspo", "train.loss.clip_high=0.01") == (3e-4, 0.01)
+
+
 def test_differences_name_the_keys(file):
     old = load_config(file)
     new = load_config(file, ["train.epochs=1", "sgpo.group_sizes=[2]"])
-    assert differences(old, old) == []
-    assert "train.epochs: 2 -> 1" in differences(old, new)
-    assert "sgpo.group_sizes.2: 8 -> None" in differences(old, new)
+    assert differences(old, old) == {}
+    assert differences(old, new)["train.epochs"] == "train.epochs: 2 -> 1"
+    assert differences(old, new)["sgpo.group_sizes.2"] == "sgpo.group_sizes.2: 8 -> None"
+
+
+def test_a_biased_ratio_can_be_accepted(file):
+    assert load_config(file, ["rollouts={top_p: 0.9, allow_biased_ratio: true}"]).rollouts.top_p == 0.9
 
 
 def test_evaluation_sets_need_names_of_their_own():

@@ -11,14 +11,15 @@ import pytest
 from sgpo_jax import pipeline
 from sgpo_jax.config import Config, parse_config
 from sgpo_jax.files import read_json, read_jsonl, write_jsonl
+from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.telemetry import Metrics
-from sgpo_jax.types import UserError
+from sgpo_jax.types import MachineError, UserError
 
 DEMO = Path(__file__).parent.parent / "sgpo_jax" / "demo"
 
 
 def demo_config(run_dir: Path, **sections) -> Config:
-    tree = {
+    tree: dict = {
         "run_dir": str(run_dir),
         "seed": 3,
         "model": {"path": str(DEMO / "model"), "remat": "none"},
@@ -44,13 +45,28 @@ def demo_config(run_dir: Path, **sections) -> Config:
         "export": {"dtype": "float32"},
     }
     for name, values in sections.items():
-        tree[name] = {**tree[name], **values} if isinstance(values, dict) else values
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
     return parse_config(tree, "test")
 
 
 def run_all(config: Config) -> None:
     with pipeline.open_run(config) as run:
         pipeline.run_all(run)
+
+
+def run_until(stop: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run, and be interrupted when the line of a step has just been written."""
+    log = Metrics.log
+
+    def stopping(self: Metrics, step: int, metrics: dict) -> None:
+        log(self, step, metrics)
+        if step == stop:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "log", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run_all(config)
 
 
 @pytest.fixture(scope="module")
@@ -155,29 +171,45 @@ def test_samples_can_be_read(finished):
 def test_a_finished_run_does_nothing_again(finished, tmp_path):
     run_dir = tmp_path / "copy"
     shutil.copytree(finished, run_dir)
-    before = {p: p.read_bytes() for p in run_dir.rglob("*.jsonl")}
+    before = {p: p.read_bytes() for p in run_dir.rglob("*.json*")}
     run_all(demo_config(run_dir))
-    assert {p: p.read_bytes() for p in run_dir.rglob("*.jsonl")} == before
+    assert {p: p.read_bytes() for p in run_dir.rglob("*.json*")} == before
+
+
+def test_stages_one_by_one_give_the_ledger_of_a_whole_run(finished, tmp_path):
+    """In an order of their own: what was spent is neither lost nor counted twice."""
+    run_dir = tmp_path / "run"
+    stages = (
+        pipeline.evaluate_newest,
+        pipeline.profile_stage,
+        pipeline.plan_stage,
+        pipeline.train_stage,
+        pipeline.evaluate_newest,
+        pipeline.evaluate_newest,
+        pipeline.run_all,
+    )
+    for stage in stages:
+        with pipeline.open_run(demo_config(run_dir)) as run:
+            stage(run)
+    assert read_json(run_dir / "compute.json") == read_json(finished / "compute.json")
+
+
+def test_evaluating_in_the_middle_scores_the_newest_checkpoint(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_until(3, demo_config(run_dir), monkeypatch)
+    with pipeline.open_run(demo_config(run_dir)) as run:
+        pipeline.evaluate_newest(run)
+    assert (run_dir / "eval" / "step-000002.json").exists()
+    assert not (run_dir / "eval" / "final.json").exists()
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, "phase", "last"])
 def test_a_run_stopped_at_a_step_and_resumed_is_bit_identical(finished, tmp_path, monkeypatch, stop):
     expected = read_jsonl(finished / "metrics.jsonl")
-    ends = [
-        i for i, (a, b) in enumerate(pairwise(expected), start=1) if a["phase"] != b["phase"]
-    ]
+    ends = [i for i, (a, b) in enumerate(pairwise(expected), start=1) if a["phase"] != b["phase"]]
     stop = {"phase": ends[0], "last": len(expected)}.get(stop, stop)
     run_dir = tmp_path / "run"
-    log = Metrics.log
-
-    def stopping(self, step, metrics):
-        log(self, step, metrics)
-        if step == stop:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Metrics, "log", stopping)
-        run_all(demo_config(run_dir))
+    run_until(stop, demo_config(run_dir), monkeypatch)
     assert len(read_jsonl(run_dir / "metrics.jsonl")) == stop
     run_all(demo_config(run_dir))
 
@@ -187,9 +219,30 @@ def test_a_run_stopped_at_a_step_and_resumed_is_bit_identical(finished, tmp_path
         assert (run_dir / name).read_bytes() == (finished / name).read_bytes()
     ours, theirs = (read_json(d / "compute.json") for d in (run_dir, finished))
     assert ours["total"] == theirs["total"]
-    repeated = stop - max((s for s in range(stop) if s % 2 == 0 or s in ends), default=0)
-    lost = sum(row["rollouts/num_tokens"] for row in expected[stop - repeated : stop - 1])
-    assert lost <= ours["stages"]["wasted"]["tokens"]["generated"]
+    saved = max((s for s in range(stop) if s % 2 == 0 or s in ends), default=0)
+    lost = sum(row["rollouts/num_tokens"] for row in expected[saved:stop])
+    assert ours["stages"]["wasted"]["tokens"]["generated"] == lost
+    for stage in ("profiling", "training", "evaluation"):
+        assert ours["stages"][stage] == theirs["stages"][stage]
+
+
+def test_a_sync_that_fails_for_good_ends_the_run_with_its_step_saved(finished, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    update_weights = JaxEngine.update_weights
+
+    def failing(self, params, version, probe):
+        if version == 3:
+            raise MachineError("no sync")
+        return update_weights(self, params, version, probe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxEngine, "update_weights", failing)
+        with pytest.raises(MachineError, match="no sync"):
+            run_all(demo_config(run_dir))
+    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert (run_dir / "checkpoints" / "3").is_dir()
+    run_all(demo_config(run_dir))
+    assert final_weights(run_dir) == final_weights(finished)
 
 
 def test_profile_goes_on_where_it_was_killed(finished, tmp_path):
@@ -221,6 +274,7 @@ def test_one_profile_serves_other_runs_and_parts_of_its_queries(finished, tmp_pa
     [
         ({"rollouts": {"temperature": 0.9}}, "another sampling"),
         ({"rewards": {"correct_threshold": 0.5}}, "another verifier"),
+        ({"kind": "math"}, "another kinds"),
         ({"data": {"template": "plain", "max_prompt_tokens": 15}, "queries": 61}, "lacks"),
     ],
 )
@@ -228,6 +282,7 @@ def test_a_profile_that_does_not_fit_is_refused(finished, tmp_path, change, mess
     tree = demo_config(tmp_path / "run").model_dump(mode="json")
     tree["profile"] = {"reuse": str(finished)}
     tree["data"]["train"][0]["max_queries"] = change.pop("queries", 60)
+    tree["data"]["train"][0]["kind"] = change.pop("kind", "auto")
     for name, values in change.items():
         tree[name] = {**tree[name], **values}
     with pipeline.open_run(parse_config(tree, "test")) as run, pytest.raises(UserError, match=message):
@@ -245,15 +300,19 @@ def test_a_run_directory_belongs_to_one_configuration_and_one_process(finished, 
 
     with pytest.raises(UserError, match=r"another configuration \(.*train\.epochs: 1 -> 2"):
         open_it(config)
+    open_it(demo_config(run_dir, telemetry={"project": "other"}))  # says how, not what
     with pipeline.open_run(demo_config(run_dir)), pytest.raises(UserError, match="another process is running in it"):
         open_it(demo_config(run_dir))
 
 
 def test_export_gives_the_newest_checkpoint(finished, tmp_path):
-    with pipeline.open_run(demo_config(finished)) as run:
-        pipeline.export_run(run, tmp_path / "out", None)
-        with pytest.raises(UserError, match="no checkpoint of step 99"):
-            pipeline.export_run(run, tmp_path / "other", 99)
+    config = demo_config(finished)
+    with pipeline.open_run(config):  # a run that goes on does not hinder it
+        pipeline.export_run(config, tmp_path / "out", None)
+    with pytest.raises(UserError, match="no checkpoint of step 99"):
+        pipeline.export_run(config, tmp_path / "other", 99)
+    with pytest.raises(UserError, match="exists already"):
+        pipeline.export_run(config, tmp_path / "out", None)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == final_weights(finished)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen2"
 
@@ -272,7 +331,7 @@ def test_nothing_learnable_is_said_with_the_reasons(tmp_path):
     )
     with pipeline.open_run(config) as run:
         pipeline.profile_stage(run)
-        with pytest.raises(UserError, match="none of 3 profiled queries is learnable: 0 are trivial .* 3 unsolved"):
+        with pytest.raises(UserError, match=r"none of 3 profiled queries is learnable: 0 are trivial .* 3 unsolved"):
             pipeline.plan_stage(run)
     assert not (tmp_path / "run" / "plan.json").exists()
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment where needed, then runs every check: style, types, layers, tests.
-#   bash tools/test.sh           the default suite             bash tools/test.sh -m slow    the slow tests
+#   bash tools/test.sh           the default suite
 #   bash tools/test.sh --all     installs what else tests can compare with (torch, reasoning-gym), and compares
+#   bash tools/setup_vllm.sh cpu && bash tools/test.sh -m vllm tests/real_vllm     against a real vLLM server
 # Further arguments go to pytest. PYTHON, VENV: as in tools/setup.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."

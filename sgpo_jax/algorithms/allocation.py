@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from sgpo_jax.config import SGPOConfig
-from sgpo_jax.types import UserError
+from sgpo_jax.types import FinishReason, RolloutGroup, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,18 @@ class ProfileRow:
         if not 0 <= self.num_correct <= self.num_samples:
             allowed = f"0 .. num_samples={self.num_samples}"
             raise UserError(f"profile: query {self.query_id}: num_correct={self.num_correct} is not in {allowed}")
+
+
+def profile_row(group: RolloutGroup) -> ProfileRow:
+    """num_samples counts judged completions only: one that could not be judged is not a failure."""
+    return ProfileRow(
+        query_id=group.query.query_id,
+        num_samples=group.num_judged,
+        num_correct=group.num_correct,
+        num_tokens=group.num_tokens,
+        num_truncated=sum(r.completion.finish_reason is FinishReason.LENGTH for r in group.rollouts),
+        num_errors=len(group.rollouts) - group.num_judged,
+    )
 
 
 class Excluded(StrEnum):

@@ -85,13 +85,20 @@ class Ledger:
         """A ledger with `counts` on top of the stage's."""
         return replace(self, tokens={**self.tokens, stage: self.tokens[stage] + counts})
 
+    def __add__(self, other: "Ledger") -> "Ledger":
+        return replace(self, tokens={stage: self.tokens[stage] + other.tokens[stage] for stage in Stage})
+
     def resumed(self, latest: "Ledger") -> "Ledger":
         """The ledger to go on with after a kill: self is the checkpoint's, `latest` the last one that was written.
 
-        What `latest` has beyond the checkpoint will be repeated, so it counts as wasted.
+        What `latest` has beyond the checkpoint will be repeated, so it counts as wasted. One that has less (its file
+        was lost) says nothing.
         """
-        lost = [latest.tokens[stage] - self.tokens[stage] for stage in Stage if stage is not Stage.WASTED]
-        return replace(self, tokens={**self.tokens, Stage.WASTED: sum(lost, latest.tokens[Stage.WASTED])})
+        wasted = latest.tokens[Stage.WASTED]
+        for stage in CHARGED:
+            if latest.tokens[stage].generated > self.tokens[stage].generated:
+                wasted += latest.tokens[stage] - self.tokens[stage]
+        return replace(self, tokens={**self.tokens, Stage.WASTED: wasted})
 
     @property
     def paper_flops(self) -> int:

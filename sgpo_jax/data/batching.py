@@ -51,6 +51,7 @@ class Batch:
     positions_BT: place of the token in its own sequence.
     loss_mask_BT: True on the completion tokens that are trained, the stop token included.
     advantages_BT, sampler_logprobs_BT: 0 outside the completions. old_logprobs_BT: None with one update a step.
+    ref_logprobs_BT: of the frozen reference; None where the loss has no KL term.
     sequence_ids_BT, group_ids_BT: numbers unique in the step; -1 where a slot is empty.
     num_loss_tokens, num_sequences: of the whole optimizer update, the denominators of the loss (float32 scalars).
     `pack` fills it with NumPy arrays, which every jitted function takes for JAX's.
@@ -67,6 +68,7 @@ class Batch:
     num_loss_tokens: jax.Array
     num_sequences: jax.Array
     old_logprobs_BT: jax.Array | None = None
+    ref_logprobs_BT: jax.Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,16 @@ def batch_shape(
     return BatchShape(num_rows=num_rows, row_length=row_length)
 
 
-def pack(sequences: Sequence[TrainSequence], shape: BatchShape) -> list[Batch]:
+def pack(sequences: Sequence[TrainSequence], shape: BatchShape, left_out: Sequence[TrainSequence] = ()) -> list[Batch]:
     """All sequences of one optimizer update as micro-batches (NumPy); the last one is filled with empty rows.
 
+    left_out: sequences of the update that have no gradient and need no pass; they count in the denominators.
     Raises UserError for a sequence longer than a row.
     """
     rows = _first_fit_decreasing([s.num_tokens for s in sequences], shape.row_length)
     totals = {
-        "num_loss_tokens": np.float32(sum(s.num_loss_tokens for s in sequences)),
-        "num_sequences": np.float32(sum(s.is_trained for s in sequences)),
+        "num_loss_tokens": np.float32(sum(s.num_loss_tokens for s in (*sequences, *left_out))),
+        "num_sequences": np.float32(sum(s.is_trained for s in (*sequences, *left_out))),
     }
     return [
         _micro_batch([[(i, sequences[i]) for i in row] for row in rows[start : start + shape.num_rows]], shape, totals)
@@ -110,9 +113,26 @@ def padding_frac(batches: Sequence[Batch]) -> float:
     return 1.0 - float(np.mean([np.mean(np.asarray(b.segment_ids_BT) > 0) for b in batches])) if batches else 0.0
 
 
+def completions_of(
+    sequences: Sequence[TrainSequence], batches: Sequence[Batch], values: Sequence[jax.Array]
+) -> list[np.ndarray]:
+    """What `values`, [B, T] for each of the batches that `sequences` were packed into, hold for each completion."""
+    found: dict[int, np.ndarray] = {}
+    for batch, values_BT in zip(batches, values, strict=True):
+        ids_BT, host_BT = np.asarray(batch.sequence_ids_BT), np.asarray(values_BT)
+        for number in np.unique(ids_BT[ids_BT >= 0]):
+            found[int(number)] = host_BT[ids_BT == number]  # in order: a sequence lies in one row
+    return [found[i][len(sequence.prompt_ids_P) :] for i, sequence in enumerate(sequences)]
+
+
 def with_old_logprobs(batch: Batch, old_logprobs_BT: jax.Array) -> Batch:
     chex.assert_equal_shape([batch.token_ids_BT, old_logprobs_BT])
     return replace(batch, old_logprobs_BT=old_logprobs_BT)
+
+
+def with_ref_logprobs(batch: Batch, ref_logprobs_BT: jax.Array) -> Batch:
+    chex.assert_equal_shape([batch.token_ids_BT, ref_logprobs_BT])
+    return replace(batch, ref_logprobs_BT=ref_logprobs_BT)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:

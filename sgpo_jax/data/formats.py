@@ -16,7 +16,6 @@ ROW_KINDS = (
     "choice",
     "numeric",
 )  # a row names no code: `module:function` comes from the configuration
-BOX_OPENING = "\\boxed{"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,7 @@ def _convert_filling(row: LocatedRow, question: str) -> Example:
     answer = _text(row, "answer")
     if _is_number(answer):
         return Example(question, answer, "numeric", row.where)
-    return Example(question, answer, "exact", row.where, {"answer_after": BOX_OPENING, "answer_end": "}"})
+    return Example(question, answer, "exact", row.where, {"boxed": True})
 
 
 def _is_number(text: str) -> bool:

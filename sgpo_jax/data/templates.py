@@ -9,7 +9,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sgpo_jax.config import DataConfig
-from sgpo_jax.data.formats import BOX_OPENING, Example, choice_letter
+from sgpo_jax.data.formats import Example, choice_letter
 from sgpo_jax.files import read_json
 from sgpo_jax.types import UserError
 
@@ -67,7 +67,7 @@ class PromptTemplate:
     def _instruction(self, example: Example) -> str | None:
         if example.kind == "choice":
             return LETTER_INSTRUCTION
-        is_boxed = example.kind in _BOXED_KINDS or example.metadata.get("answer_after") == BOX_OPENING
+        is_boxed = example.kind in _BOXED_KINDS or bool(example.metadata.get("boxed"))
         return BOX_INSTRUCTION if is_boxed and self._name == "chat" else None
 
     def _chat(self, content: str) -> str:

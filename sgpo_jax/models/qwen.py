@@ -16,7 +16,7 @@ from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.attention import attention, packed_causal_mask
 from sgpo_jax.models.products import product
 from sgpo_jax.models.sharding import constrain, num_batch_shards
-from sgpo_jax.models.weights import Weight, weight_table
+from sgpo_jax.models.weights import Weight, weight_table, weight_tree
 
 Remat = Literal["none", "dots", "full"]
 LayerWeights = dict[str, jax.Array]
@@ -132,7 +132,7 @@ def token_logprobs(
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer, slot and position: [L, B, S, K, H]."""
+    """Keys (rotated) and values of every layer, slot and position: [L, B, S, K, H]; bfloat16 as bits, see `to_bits`."""
 
     keys_LBSKH: jax.Array
     values_LBSKH: jax.Array
@@ -142,7 +142,24 @@ def empty_cache(arch: Architecture, batch: int, length: int, dtype: jax.typing.D
     """A cache of `batch` slots for up to `length` tokens each."""
     shape = (arch.num_layers, batch, length, arch.num_kv_heads, arch.head_dim)
     axes = ("layers", "batch", "length", "kv_heads", "head")
-    return KVCache(*(constrain(jnp.zeros(shape, dtype), axes) for _ in range(2)))
+    return KVCache(*(constrain(to_bits(jnp.zeros(shape, dtype)), axes) for _ in range(2)))
+
+
+def decoding_params(params: nnx.State, arch: Architecture, dtype: jax.typing.DTypeLike) -> nnx.State:
+    """What to decode with: the matrices cast to `dtype` once, not at every token; float32 stays as it is.
+
+    Norms and biases keep their type, so that decoding computes what the trainer's forward pass does. The stacked
+    matrices become bits where `dtype` is bfloat16.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return params
+
+    def cast(weight: Weight, x: jax.Array) -> jax.Array:
+        if not weight.is_matrix:
+            return x
+        return to_bits(x.astype(dtype)) if weight.is_stacked else x.astype(dtype)
+
+    return jax.tree.map(cast, nnx.State(weight_tree(arch, lambda weight: weight)), params)
 
 
 def prefill(model: Transformer, token_ids_RP: jax.Array, lengths_R: jax.Array) -> KVCache:
@@ -152,8 +169,9 @@ def prefill(model: Transformer, token_ids_RP: jax.Array, lengths_R: jax.Array) -
     mask_RPP = packed_causal_mask((positions_RP < lengths_R[:, None]).astype(jnp.int32))
 
     def body(x_RPD: jax.Array, weights: LayerWeights) -> tuple[jax.Array, KVCache]:
+        weights = jax.tree.map(from_bits, weights)
         x_RPD, k_RPKH, v_RPKH = _layer(model.arch, weights, x_RPD, rope, mask_RPP)
-        return x_RPD, KVCache(k_RPKH, v_RPKH)
+        return x_RPD, KVCache(to_bits(k_RPKH), to_bits(v_RPKH))
 
     return jax.lax.scan(body, model.embed(token_ids_RP), model.layer_weights())[1]
 
@@ -171,23 +189,21 @@ def decode_step(
     slots_B = jnp.arange(len(token_ids_B))
 
     def write(cache_LBSKH: jax.Array, layer: jax.Array, new_B1KH: jax.Array) -> jax.Array:
-        new_BKH = _to_bits(new_B1KH[:, 0].astype(dtype))
+        new_BKH = to_bits(new_B1KH[:, 0].astype(model.compute_dtype))
         return cache_LBSKH.at[layer, slots_B, positions_B].set(new_BKH)
 
     def body(carry: tuple[jax.Array, KVCache], scanned: tuple[jax.Array, LayerWeights]) -> tuple:
         x_B1D, cache = carry
-        layer, weights = scanned[0], jax.tree.map(_from_bits, scanned[1])
+        layer, weights = scanned[0], jax.tree.map(from_bits, scanned[1])
         q_B1NH, k_B1KH, v_B1KH = _project_qkv(model.arch, weights, x_B1D, rope)
         cache = KVCache(write(cache.keys_LBSKH, layer, k_B1KH), write(cache.values_LBSKH, layer, v_B1KH))
-        k_BSKH, v_BSKH = (_from_bits(cache_LBSKH[layer]) for cache_LBSKH in cache)
-        attended_B1NH = attention(q_B1NH, k_BSKH.astype(x_B1D.dtype), v_BSKH.astype(x_B1D.dtype), mask_B1S)
+        k_BSKH, v_BSKH = (from_bits(cache_LBSKH[layer]) for cache_LBSKH in cache)
+        attended_B1NH = attention(q_B1NH, k_BSKH, v_BSKH, mask_B1S)
         return (_finish_layer(model.arch, weights, x_B1D, attended_B1NH), cache), None
 
-    dtype = cache.keys_LBSKH.dtype
-    cache, weights = jax.tree.map(_to_bits, (cache, model.layer_weights()))
-    layers = jnp.arange(model.arch.num_layers), weights
+    layers = jnp.arange(model.arch.num_layers), model.layer_weights()
     (x_B1D, cache), _ = jax.lax.scan(body, (model.embed(token_ids_B[:, None]), cache), layers)
-    return model.logits(model.normalise(x_B1D)[:, 0]), jax.tree.map(_from_bits, cache)
+    return model.logits(model.normalise(x_B1D)[:, 0]), cache
 
 
 class Rotary(NamedTuple):
@@ -283,16 +299,18 @@ def _logprobs_of(logits_BCV: jax.Array, token_ids_BC: jax.Array) -> TokenLogprob
     return TokenLogprobs(chosen_BC, -jnp.sum(jnp.exp(logprobs_BCV) * logprobs_BCV, axis=-1))
 
 
-def _to_bits(x: jax.Array) -> jax.Array:
+def to_bits(x: jax.Array) -> jax.Array:
     """bfloat16 as uint16; it has no gradient, so for decoding only.
 
     XLA:CPU (jax 0.10) slices and scatters bfloat16 by way of a float32 copy of the whole array, such as the cache in
-    every layer, but integers in place: 4 times the tokens a second at 31 M parameters. Elsewhere it costs nothing.
+    every layer, but integers in place. So what a loop over layers slices is kept as bits, and only slices are turned
+    back. Elsewhere it costs nothing.
     """
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def _from_bits(x: jax.Array) -> jax.Array:
+def from_bits(x: jax.Array) -> jax.Array:
+    """The inverse of `to_bits`."""
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 

@@ -24,7 +24,7 @@ from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.qwen import Remat, Transformer
 from sgpo_jax.models.sharding import check_divisible, weight_sharding
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
-from sgpo_jax.types import UserError
+from sgpo_jax.types import MachineError, UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -138,7 +138,10 @@ def export_model(
         return
     with new_directory(out_dir, overwrite=overwrite) as directory:
         for file, tensors in gathered():
-            save_file(tensors, directory / file, metadata={"format": "pt"})
+            try:
+                save_file(tensors, directory / file, metadata={"format": "pt"})
+            except SafetensorError as error:  # how it reports a full disk
+                raise MachineError(f"{out_dir}: {file} cannot be written: {error}") from error
         if len(shards) > 1:
             _write_index(directory, shards, jnp.dtype(dtype).itemsize)
         copy_companions(source_dir, directory, str(jnp.dtype(dtype)))

@@ -5,6 +5,7 @@ and a comma inside of brackets never for a thousands mark.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sgpo_jax.rewards.latex import bracketed, split
@@ -231,8 +232,8 @@ def _join(parts: list[str]) -> list[str]:
     return joined
 
 
-def _flat(nodes: "object") -> list[Node]:
+def _flat(nodes: Iterable[Node]) -> list[Node]:
     flat: list[Node] = []
-    for node in nodes:  # type: ignore[attr-defined]
+    for node in nodes:
         flat.extend(node.items if isinstance(node, Listing) else [node])
     return flat

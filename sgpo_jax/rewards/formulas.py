@@ -32,8 +32,7 @@ def same_leaf(gold: Leaf, answer: Leaf) -> bool:
     texts = [_squeezed(leaf.latex) for leaf in (gold, answer)]
     if texts[0] == texts[1]:
         return True
-    bases = [_BASE.fullmatch(text) for text in texts]
-    if any(bases):
+    if any(_BASE.fullmatch(text) for text in texts):
         return _same_digits(*texts)
     values = [leaf_value(gold), leaf_value(answer)]
     too_large = [value for value in values if isinstance(value, TooLargeError)]

@@ -5,6 +5,7 @@ is killed at any moment disturbs no other. (pebble's pool was tried: all of its 
 and it breaks for good when an idle worker is killed.)
 """
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -84,9 +85,8 @@ class VerifierPool:
         """End all workers now. Answers that still wait are cancelled. May be called twice."""
         with self._lock:
             self._is_closed = True
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job:
+        with contextlib.suppress(queue.Empty):
+            while job := self._jobs.get_nowait():
                 job[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
@@ -100,8 +100,12 @@ class VerifierPool:
     def _serve(self, index: int) -> None:
         while (job := self._jobs.get()) is not None:
             request, future = job
-            if future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
                 future.set_result(self._judge(index, request))
+            except Exception as error:  # no process to be had; the next answer tries again
+                future.set_result(_error(f"no worker could be started: {error}"))
 
     def _judge(self, index: int, request: Request) -> Judgement:
         reason = ""

@@ -1,10 +1,24 @@
 """What an engine is, and where a sample's randomness comes from."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from sgpo_jax.types import CompletionGroup, GroupRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few sequences with the trainer's log-probs: what an engine must find too once it has the trainer's weights.
+
+    token_ids: sequences of two tokens or more. logprobs: float32, of every token but the first, at temperature 1.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[np.ndarray, ...]
 
 
 class Engine(Protocol):
@@ -12,8 +26,13 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[GroupRequest], sampling: SamplingParams) -> Iterator[CompletionGroup]: ...
 
-    def update_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from now on; `version` (optimizer updates) is stamped on every completion."""
+    def update_weights(self, params: Any, version: int, probe: Probe | None) -> Mapping[str, float]:
+        """Sample from `params` from now on; `version` (optimizer updates) is stamped on every completion.
+
+        probe: of `params`, compared after the update by an engine that has its weights from a copy. None for one that
+        shares the trainer's arrays: there is no copy that could differ. Returns what there is to log.
+        Raises MachineError where the engine cannot be brought to these weights; the trainer may still save its state.
+        """
         ...
 
     def close(self) -> None: ...

@@ -6,7 +6,7 @@ own length, the cache has one length for each sampling, and each sample draws fr
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,10 +17,8 @@ import numpy as np
 from flax import nnx
 
 from sgpo_jax.config import RolloutsConfig
-from sgpo_jax.models.architecture import Architecture
-from sgpo_jax.models.qwen import KVCache, Transformer, decode_step, empty_cache, prefill
-from sgpo_jax.models.weights import weight_tree
-from sgpo_jax.rollouts.engine import sample_seed
+from sgpo_jax.models.qwen import KVCache, Transformer, decode_step, decoding_params, empty_cache, prefill
+from sgpo_jax.rollouts.engine import Probe, sample_seed
 from sgpo_jax.rollouts.sampling import sample_tokens
 from sgpo_jax.types import Completion, CompletionGroup, FinishReason, GroupRequest, SamplingParams, UserError
 
@@ -77,21 +75,24 @@ class JaxEngine:
         run_seed: int,
     ) -> None:
         self._graphdef, params = nnx.split(model)
-        self._cast = jax.jit(partial(_cast_matrices, model.arch, model.compute_dtype))
+        self._decoding_params = jax.jit(partial(decoding_params, arch=model.arch, dtype=model.compute_dtype))
         self._arch = model.arch
         self._cache_dtype = model.compute_dtype
         self._stop_ids = jnp.asarray(sorted(stop_ids), jnp.int32)
         self._max_prompt_tokens = max_prompt_tokens
         self._config = config
         self._run_seed = run_seed
-        self.update_weights(params, 0)
+        self.update_weights(params, 0, None)
         self._admit = jax.jit(self._admit_arrivals, donate_argnums=1)
         self._decode = jax.jit(self._decode_some, donate_argnums=1, static_argnames=("top_p", "greedy"))
 
-    def update_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` (the trainer's nnx.State) from now on."""
-        self._params = params if self._cache_dtype == jnp.float32 else self._cast(params)
+    def update_weights(self, params: Any, version: int, probe: Probe | None) -> Mapping[str, float]:
+        """Sample from `params` (the trainer's nnx.State) from now on. They need no probe: they are the trainer's own
+        arrays, or a cast of them in this process.
+        """
+        self._params = params if self._cache_dtype == jnp.float32 else self._decoding_params(params)
         self._version = version
+        return {}
 
     def close(self) -> None:
         """Drop the parameters; the programs go with the engine."""
@@ -198,7 +199,7 @@ class JaxEngine:
 
         def enter(cache_LBSKH: jax.Array, prompt_LRPKH: jax.Array) -> jax.Array:
             old = cache_LBSKH[:, :, :prompt_length]
-            new = jnp.where(enters_B[None, :, None, None, None], prompt_LRPKH[:, row_B].astype(old.dtype), old)
+            new = jnp.where(enters_B[None, :, None, None, None], prompt_LRPKH[:, row_B], old)
             return cache_LBSKH.at[:, :, :prompt_length].set(new)
 
         last_R = arrivals.lengths_R - 1
@@ -265,12 +266,6 @@ def _decode_one(
         completions_BC=slots.completions_BC.at[place].set(drawn.token_ids_B, mode="drop"),
         logprobs_BC=slots.logprobs_BC.at[place].set(drawn.logprobs_B, mode="drop"),
     )
-
-
-def _cast_matrices(arch: Architecture, dtype: jnp.dtype, params: nnx.State) -> nnx.State:
-    """What every product would cast at every token, cast once. Norms and biases stay as the trainer has them."""
-    is_matrix = nnx.State(weight_tree(arch, lambda weight: weight.is_matrix))
-    return jax.tree.map(lambda cast, param: param.astype(dtype) if cast else param, is_matrix, params)
 
 
 def _uniform(key_2: jax.Array, count: jax.Array) -> jax.Array:

@@ -11,11 +11,13 @@ from sgpo_jax.types import GroupRequest, RolloutGroup
 class Decision:
     """What to do with the groups that came back.
 
-    train: the groups of this step, when `ready`. A group that lacks rollouts is never among them.
+    train: the groups of this step, when `ready`. A group that lacks rollouts is never among them. Empty where nothing
+        of what was rolled out can be trained on: the step is then one without an update.
     ready: make a step now; else propose again.
     phase: the name of the phase that `train` belongs to; ends_phase: it was that phase's last step.
-    done: nothing is left to propose.
-    dropped: groups not trained, counted by reason.
+    done: the schedule ends with this step; only where `ready`.
+    progress: share of the schedule that is over after this step, in (0, 1]; what a learning rate may depend on.
+    dropped: queries and groups of this step that are not trained, counted by reason.
     """
 
     train: tuple[RolloutGroup, ...]
@@ -23,6 +25,7 @@ class Decision:
     phase: str
     ends_phase: bool
     done: bool
+    progress: float
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -35,7 +38,7 @@ class Scheduler(Protocol):
         ...
 
     def propose(self) -> list[GroupRequest]:
-        """What to roll out next, and how many samples of each."""
+        """What to roll out next, and how many samples of each; it may be nothing."""
         ...
 
     def accept(self, groups: Sequence[RolloutGroup]) -> Decision:
@@ -53,3 +56,9 @@ def split_incomplete(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup]
     """The groups whose every completion came, and how many lack one after the engine's retries."""
     complete = [g for g in groups if all(r.completion.error is None for r in g.rollouts)]
     return complete, len(groups) - len(complete)
+
+
+def in_order(groups: Sequence[RolloutGroup], requests: Sequence[GroupRequest]) -> list[RolloutGroup]:
+    """The groups in the order of their requests. A query may be asked for twice, on different visits."""
+    place = {(request.query.query_id, request.visit): i for i, request in enumerate(requests)}
+    return sorted(groups, key=lambda group: place[group.query.query_id, group.request.visit])

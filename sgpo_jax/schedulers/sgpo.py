@@ -2,95 +2,81 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-import grain
-import numpy as np
-
 from sgpo_jax.algorithms.allocation import Phase
-from sgpo_jax.schedulers.base import Decision, split_incomplete
+from sgpo_jax.schedulers.base import Decision, in_order, split_incomplete
+from sgpo_jax.schedulers.order import Portion, ShuffledOrder
 from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One batch of queries of one phase."""
-
-    phase: int
-    query_ids: tuple[str, ...]
-    ends_phase: bool
 
 
 class SGPOScheduler:
     """Trains every query of every phase once, with the phase's group size and no refill (section 4.4).
 
     Inside a phase the order is shuffled with the seed; phases follow each other as planned, and a step never mixes two:
-    the last step of a phase may be short. The Grain iterator is the only record of where training stands.
+    the last step of a phase may be short.
+    curriculum False (the paper's ablation, table 4): the phases of an epoch are shuffled into one, named e1, e2; its
+    steps mix group sizes, and an unsolved query that is in several phases is still trained once for each.
     """
 
     def __init__(
-        self, phases: Sequence[Phase], queries: Mapping[str, Query], *, prompts_per_step: int, seed: int
+        self,
+        phases: Sequence[Phase],
+        queries: Mapping[str, Query],
+        *,
+        prompts_per_step: int,
+        seed: int,
+        curriculum: bool = True,
     ) -> None:
-        self._phases = tuple(phase for phase in phases if phase.query_ids)
-        self._queries = queries
-        self._visits = _visits_before(self._phases)
-        steps = grain.MapDataset.concatenate(
-            [_steps_of(i, phase, prompts_per_step, seed) for i, phase in enumerate(self._phases)]
-        )
-        self._num_steps = len(steps)
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._order = iter(steps.to_iter_dataset(options))
-        self._current: _Step | None = None
+        stretches = _requests(phases, queries, curriculum)
+        self._names = list(stretches)
+        self._order = ShuffledOrder(list(stretches.values()), prompts_per_step, seed)
+        self._current: Portion[GroupRequest] | None = None
 
     @property
     def num_steps(self) -> int:
-        return self._num_steps
+        return len(self._order)
 
     def propose(self) -> list[GroupRequest]:
         self._current = next(self._order)
-        phase = self._phases[self._current.phase]
-        visits = self._visits[self._current.phase]
-        return [
-            GroupRequest(self._queries[query_id], phase.group_size, Purpose.TRAIN, visit=visits[query_id])
-            for query_id in self._current.query_ids
-        ]
+        return list(self._current.items)
 
     def accept(self, groups: Sequence[RolloutGroup]) -> Decision:
         assert self._current is not None, "accept follows propose"
-        place = {query_id: i for i, query_id in enumerate(self._current.query_ids)}
         complete, num_incomplete = split_incomplete(groups)
-        is_last_phase = self._current.phase == len(self._phases) - 1
+        num_done = self._current.index + 1
         return Decision(
-            train=tuple(sorted(complete, key=lambda group: place[group.query.query_id])),
+            train=tuple(in_order(complete, self._current.items)),
             ready=True,
-            phase=self._phases[self._current.phase].name,
-            ends_phase=self._current.ends_phase,
-            done=is_last_phase and self._current.ends_phase,
+            phase=self._names[self._current.stretch],
+            ends_phase=self._current.ends_stretch,
+            done=num_done == self.num_steps,
+            progress=num_done / self.num_steps,
             dropped={"incomplete": num_incomplete} if num_incomplete else {},
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": self._order.get_state()}
+        return {"order": self._order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._order.set_state(dict(state["order"]))
+        self._order.load_state_dict(state["order"])
         self._current = None
 
 
-def _steps_of(index: int, phase: Phase, prompts_per_step: int, seed: int) -> grain.MapDataset:
-    shuffle_seed = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])  # an order of its own for each phase
-    ordered = grain.MapDataset.source(phase.query_ids).shuffle(seed=shuffle_seed)
-    batches = ordered.batch(prompts_per_step, batch_fn=tuple)
-    last = len(batches) - 1
-    return batches.map_with_index(lambda i, query_ids: _Step(index, tuple(query_ids), ends_phase=i == last))
-
-
-def _visits_before(phases: Sequence[Phase]) -> list[dict[str, int]]:
-    """For each phase, how often each of its queries was trained in earlier ones: a phase visits a query once."""
-    seen: Counter[str] = Counter()
-    visits = []
-    for phase in phases:
-        visits.append({query_id: seen[query_id] for query_id in phase.query_ids})
-        seen.update(phase.query_ids)
-    return visits
+def _requests(
+    phases: Sequence[Phase], queries: Mapping[str, Query], curriculum: bool
+) -> dict[str, tuple[GroupRequest, ...]]:
+    """What is rolled out, by the name of what is shuffled together; phases without queries are left out."""
+    visits: Counter[str] = Counter()
+    stretches = {}
+    for name, members in groupby(phases, key=lambda phase: phase.name if curriculum else f"e{phase.epoch}"):
+        requests = []
+        for phase in members:
+            for query_id in phase.query_ids:
+                request = GroupRequest(queries[query_id], phase.group_size, Purpose.TRAIN, visit=visits[query_id])
+                requests.append(request)
+                visits[query_id] += 1
+        if requests:
+            stretches[name] = tuple(requests)
+    return stretches

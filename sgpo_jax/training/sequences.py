@@ -4,23 +4,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgpo_jax.algorithms.advantages import MIN_SPREAD, group_advantages
+from sgpo_jax.algorithms.advantages import MIN_SPREAD
+from sgpo_jax.algorithms.objectives import advantages
 from sgpo_jax.config import LossConfig
 from sgpo_jax.data.batching import TrainSequence
 from sgpo_jax.types import RolloutGroup
 
 
-def train_sequences(groups: Sequence[RolloutGroup], config: LossConfig) -> list[TrainSequence]:
+def train_sequences(
+    groups: Sequence[RolloutGroup], config: LossConfig, penalties_B: Sequence[float] = ()
+) -> list[TrainSequence]:
     """Every rollout of the groups, in order, with its advantage over the judged rollouts of its group.
 
-    A rollout with an error verdict stays in the list, untrained.
+    A rollout with an error verdict stays in the list, untrained. penalties_B: what is taken off the rollouts' rewards,
+    in their order; empty: nothing.
     """
     rollouts = [(number, group, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    advantages_B = group_advantages(
-        np.array([rollout.reward for _, _, rollout in rollouts], np.float64),
+    rewards_B = np.array([rollout.reward for _, _, rollout in rollouts], np.float64)
+    advantages_B = advantages(
+        config,
+        rewards_B - np.asarray(penalties_B) if len(penalties_B) else rewards_B,
         np.array([number for number, _, _ in rollouts], np.int64),
         np.array([rollout.is_judged for _, _, rollout in rollouts], bool),
-        ddof=config.advantage_ddof,
     )
     return [
         TrainSequence(

@@ -23,22 +23,27 @@ class TrainState:
     num_updates: jax.Array
 
 
-def learning_rate_schedule(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
-    """A linear warm-up whose first update has rate / warmup_steps, then constant, or linear to the last update."""
-    rate, warmup = config.learning_rate, config.warmup_steps
-    end = rate if config.schedule == "constant" else rate * config.final_frac
-    rest = optax.linear_schedule(rate, end, max(1, num_updates - 1 - warmup))
-    if not warmup:
-        return rest
-    return optax.join_schedules([optax.linear_schedule(rate / warmup, rate, max(1, warmup - 1)), rest], [warmup])
+def learning_rate(config: OptimizerConfig, num_updates: int, progress: float) -> float:
+    """Of the update that follows `num_updates` updates: a linear warm-up, whose first update has rate / warmup_steps,
+    times 1, or times what falls linearly to final_frac.
+
+    progress: share of the schedule that is over after the step. Not a share of the steps, since a method that refills
+    does not know their number beforehand.
+    """
+    warmup = min(1.0, (num_updates + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    fall = 1 - config.final_frac if config.schedule == "linear" else 0.0
+    return config.learning_rate * warmup * (1 - fall * progress)
 
 
-def make_optimizer(config: OptimizerConfig, arch: Architecture, num_updates: int) -> optax.GradientTransformation:
-    """AdamW after a clip of the global norm; weight decay on matrices only (sGPO, arXiv 2606.08854, appendix)."""
+def make_optimizer(config: OptimizerConfig, arch: Architecture) -> optax.GradientTransformation:
+    """AdamW after a clip of the global norm; weight decay on matrices only (sGPO, arXiv 2606.08854, appendix).
+
+    Its updates are for a learning rate of 1, and are to be scaled.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            learning_rate_schedule(config, num_updates),
+            1.0,
             b1=config.beta1,
             b2=config.beta2,
             eps=config.eps,

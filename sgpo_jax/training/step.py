@@ -4,7 +4,7 @@ The micro-batch has one shape in the whole run, and how many of them make a step
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from sgpo_jax.algorithms.losses import LossInputs, LossMetrics, combine_metrics, policy_loss, zero_metrics
+from sgpo_jax.algorithms.objectives import RECIPES
 from sgpo_jax.config import Config
-from sgpo_jax.data.batching import Batch, with_old_logprobs
+from sgpo_jax.data.batching import Batch, with_old_logprobs, with_ref_logprobs
 from sgpo_jax.models.qwen import Transformer, token_logprobs
 from sgpo_jax.models.sharding import partition_spec
-from sgpo_jax.training.state import TrainState, learning_rate_schedule, make_optimizer
+from sgpo_jax.training.state import TrainState, make_optimizer
 
 
 class Gradient(NamedTuple):
@@ -38,20 +39,18 @@ class UpdateResult:
     loss: float
     grad_norm: float
     is_finite: bool
+    learning_rate: float
     metrics: LossMetrics
 
 
 class TrainStep:
-    """The DAPO update (arXiv 2503.14476, section 3; sGPO, arXiv 2606.08854, section 4.4) of one model and run.
+    """The policy update of one model and run, by default DAPO's (arXiv 2503.14476, section 3; sGPO, arXiv 2606.08854,
+    section 4.4)."""
 
-    num_updates: of the whole run, which the learning-rate schedule needs.
-    """
-
-    def __init__(self, model: Transformer, config: Config, num_updates: int) -> None:
+    def __init__(self, model: Transformer, config: Config) -> None:
         self._graphdef = nnx.graphdef(model)
         self._config = config
-        self._schedule = learning_rate_schedule(config.train.optimizer, num_updates)
-        self.optimizer = make_optimizer(config.train.optimizer, model.arch, num_updates)
+        self.optimizer = make_optimizer(config.train.optimizer, model.arch)
         self._programs: dict[str, jax.stages.Compiled] = {}
 
     @property
@@ -59,27 +58,35 @@ class TrainStep:
         """Programs compiled so far; grows no more after the first step."""
         return len(self._programs)
 
-    def learning_rate(self, num_updates: int) -> float:
-        """Of the update that follows `num_updates` updates."""
-        return float(self._schedule(num_updates))
+    def logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[jax.Array]:
+        """Of the batches' tokens, [B, T] each. The batches carry neither old nor reference log-probs yet."""
+        return [self._run("logprobs", self._logprobs, params, _on_mesh(batch)) for batch in batches]
 
     def old_logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with the log-probs of `params`, where several updates are made on one batch of rollouts."""
-        return [with_old_logprobs(b, self._run("logprobs", self._logprobs, params, _on_mesh(b))) for b in batches]
+        return _joined(batches, self.logprobs(params, _bare(batches)), with_old_logprobs)
 
-    def update(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, UpdateResult]:
-        """One optimizer update from all its micro-batches. `state` is donated: use the one that comes back.
+    def ref_logprobs(self, reference: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches with the log-probs of the frozen reference."""
+        return _joined(batches, self.logprobs(reference, _bare(batches)), with_ref_logprobs)
+
+    def update(
+        self, state: TrainState, batches: Sequence[Batch], learning_rate: float
+    ) -> tuple[TrainState, UpdateResult]:
+        """One optimizer update from all its micro-batches (none: the gradient is zero). `state` is donated: use the one
+        that comes back.
 
         With a loss or gradient that is not finite, the state comes back unchanged, counters and schedule included.
         """
         total = self._run("zeros", _zeros, state.params, out=Gradient(_shardings(state.params), None, None))
         for batch in batches:
-            args = total, state.params, _on_mesh(batch)
-            total = self._run("accumulate", self._accumulate, *args, donate=0, out=_shardings(total))
+            micro_batch = total, state.params, _on_mesh(batch)
+            total = self._run("accumulate", self._accumulate, *micro_batch, donate=0, out=_shardings(total))
         out = _shardings(state), None, None
-        state, grad_norm, is_finite = self._run("apply", self._apply, state, total.grads, total.loss, donate=0, out=out)
+        args = state, total.grads, total.loss, np.float32(learning_rate)
+        state, grad_norm, is_finite = self._run("apply", self._apply, *args, donate=0, out=out)
         loss, metrics, grad_norm, is_finite = jax.device_get((total.loss, total.metrics, grad_norm, is_finite))
-        return state, UpdateResult(float(loss), float(grad_norm), bool(is_finite), metrics)
+        return state, UpdateResult(float(loss), float(grad_norm), bool(is_finite), learning_rate, metrics)
 
     def _logprobs(self, params: nnx.State, batch: Batch) -> jax.Array:
         return self._forward(params, batch).logprobs_BT
@@ -95,6 +102,8 @@ class TrainStep:
         )
 
     def _accumulate(self, total: Gradient, params: nnx.State, batch: Batch) -> Gradient:
+        config, recipe = self._config.train.loss, RECIPES[self._config.train.loss.objective]
+
         def loss_of(params: nnx.State) -> tuple[jax.Array, LossMetrics]:
             forward = self._forward(params, batch)
             inputs = LossInputs(
@@ -107,8 +116,17 @@ class TrainStep:
                 num_loss_tokens=batch.num_loss_tokens,
                 num_sequences=batch.num_sequences,
                 old_logprobs_BT=batch.old_logprobs_BT,
+                ref_logprobs_BT=batch.ref_logprobs_BT,
             )
-            outputs = policy_loss(inputs, self._config.train.loss)
+            outputs = policy_loss(
+                inputs,
+                config,
+                objective=recipe.surrogate,
+                aggregation=recipe.aggregation,
+                constant_length=self._config.rollouts.max_completion_tokens,
+                kl_coef=0.0 if config.kl_kind == "k1" else config.kl_coef,
+                kl_kind="k2" if config.kl_kind == "k2" else "k3",
+            )
             return outputs.loss, outputs.metrics
 
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -116,10 +134,13 @@ class TrainStep:
             jax.tree.map(jnp.add, total.grads, grads), total.loss + loss, combine_metrics(total.metrics, metrics)
         )
 
-    def _apply(self, state: TrainState, grads: nnx.State, loss: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
+    def _apply(
+        self, state: TrainState, grads: nnx.State, loss: jax.Array, learning_rate: jax.Array
+    ) -> tuple[TrainState, jax.Array, jax.Array]:
         grad_norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        updates = optax.tree.scale(learning_rate, updates)
         updated = TrainState(optax.apply_updates(state.params, updates), opt_state, state.num_updates + 1)
         return jax.tree.map(partial(jnp.where, is_finite), updated, state), grad_norm, is_finite
 
@@ -132,6 +153,17 @@ class TrainStep:
             donated = () if donate is None else (donate,)
             self._programs[name] = jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*args).compile()
         return self._programs[name](*args)
+
+
+def _bare(batches: Sequence[Batch]) -> list[Batch]:
+    """Without log-probs: what the program that makes them reads, whatever else was made before."""
+    return [replace(batch, old_logprobs_BT=None, ref_logprobs_BT=None) for batch in batches]
+
+
+def _joined(
+    batches: Sequence[Batch], arrays: Sequence[jax.Array], join: Callable[[Batch, jax.Array], Batch]
+) -> list[Batch]:
+    return [join(batch, array) for batch, array in zip(batches, arrays, strict=True)]
 
 
 def _zeros(params: nnx.State) -> Gradient:

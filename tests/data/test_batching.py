@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpo_jax.data.batching import BatchShape, TrainSequence, batch_shape, pack, padding_frac
+from sgpo_jax.data.batching import BatchShape, TrainSequence, batch_shape, completions_of, pack, padding_frac
 
 
 def sequence(prompt, completion, number, *, is_trained=True):
@@ -72,3 +72,20 @@ def test_shape_fits_the_longest_sequence_and_the_devices():
     assert batch_shape(100, 1000, 100, 1) == BatchShape(1, 1104)
     assert batch_shape(100, 1000, 4400, 8) == BatchShape(8, 1104)
     assert batch_shape(100, 1000, 20000, 8) == BatchShape(16, 1104)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 10), st.integers(1, 20)), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_values_come_back_to_their_completions(lengths):
+    sequences = [sequence(p, c, i) for i, (p, c) in enumerate(lengths)]
+    batches = pack(sequences, BatchShape(2, 40))
+    found = completions_of(sequences, batches, [batch.token_ids_BT for batch in batches])
+    for s, values_C in zip(sequences, found, strict=True):
+        np.testing.assert_array_equal(values_C, s.completion_ids_C)
+
+
+def test_what_is_left_out_counts_in_the_denominators_only():
+    kept, left_out = [sequence(2, 5, 0)], [sequence(2, 7, 1), sequence(2, 9, 2, is_trained=False)]
+    (batch,) = pack(kept, BatchShape(1, 30), left_out)
+    assert (batch.num_loss_tokens, batch.num_sequences) == (12, 2)
+    assert int((batch.segment_ids_BT > 0).sum()) == 7

@@ -164,7 +164,7 @@ def test_sciknoweval_filling() -> None:
     assert example(sciknoweval("filling", answer="-1.5e-3")).kind == "numeric"
     found = example(sciknoweval("filling", answer="2H2 + O2 = 2H2O"))
     assert (found.kind, found.gold) == ("exact", "2H2 + O2 = 2H2O")
-    assert found.metadata == {"answer_after": "\\boxed{", "answer_end": "}"}
+    assert found.metadata == {"boxed": True}
 
 
 @pytest.mark.parametrize(

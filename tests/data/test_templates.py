@@ -52,7 +52,7 @@ def test_qwen_math(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_instruction_only_where_a_box_is_judged(tokenizer: PreTrainedTokenizerBase) -> None:
     for kind in ("exact", "my.rewards:score"):
         assert template(tokenizer).render(Example("1 + 1?", "2", kind, "a:1")) == user("1 + 1?")
-    boxed = Example("1 + 1?", "2", "exact", "a:1", {"answer_after": "\\boxed{", "answer_end": "}"})
+    boxed = Example("1 + 1?", "2", "exact", "a:1", {"boxed": True})
     assert template(tokenizer).render(boxed) == user(f"1 + 1?\n{BOX}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from sgpo_jax.models.architecture import read_architecture
-from sgpo_jax.models.qwen import Transformer, decode_step, empty_cache, prefill
+from sgpo_jax.models.qwen import Transformer, decode_step, empty_cache, from_bits, prefill
 from sgpo_jax.models.safetensors import export_model, load_model
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "models"
@@ -111,8 +111,8 @@ def test_bfloat16_decode_writes_the_cache_that_prefill_writes():
     for position in range(10):
         _, cache = step(model, cache, ids_BT[:, position], np.full(2, position))
     for decoded, prefilled in zip(cache, whole, strict=True):
-        assert decoded.dtype == prefilled.dtype == jnp.bfloat16
-        np.testing.assert_allclose(decoded.astype(np.float32), prefilled.astype(np.float32), atol=0.1)
+        assert decoded.dtype == prefilled.dtype == jnp.uint16
+        np.testing.assert_allclose(*(from_bits(x).astype(np.float32) for x in (decoded, prefilled)), atol=0.1)
 
 
 def test_gradients_show_that_no_token_sees_the_future_or_another_segment():

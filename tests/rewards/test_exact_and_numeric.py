@@ -24,6 +24,9 @@ ARITHMETIC = {"answer_after": ":", "answer_end": "$"}
         ("42", "", ARITHMETIC, False),
         ("42", "so: 42", {"answer_after": ":"}, True),
         ("42", "42$", {"answer_end": "$"}, True),
+        ("2H2 + O2 = 2H2O", "So \\boxed{2H2+O2 = 2H2O}.", {"boxed": True}, True),
+        ("2H2 + O2 = 2H2O", "\\boxed{2H2+O2 = 2H2O} or \\boxed{H2}", {"boxed": True}, False),
+        ("2H2 + O2 = 2H2O", "2H2 + O2 = 2H2O", {"boxed": True}, False),
     ],
 )
 def test_exact(gold: str, text: str, metadata: dict, is_correct: bool):

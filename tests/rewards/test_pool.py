@@ -175,6 +175,22 @@ def test_idle_worker_that_was_killed_is_replaced():
         assert all(future.result(timeout=20).verdict is Verdict.CORRECT for future in futures)
 
 
+def test_a_worker_that_cannot_start_stalls_nothing(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise OSError("out of processes")
+
+    with VerifierPool(PATIENT) as pool:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+            worker.join()
+        with monkeypatch.context() as patch:
+            patch.setattr("sgpo_jax.rewards.pool._Worker", fail)
+            judgement = pool.submit(query("math"), r"\boxed{5}").result(timeout=20)
+            assert judgement.verdict is Verdict.ERROR
+            assert "out of processes" in judgement.detail
+        assert pool.submit(query("math"), r"\boxed{5}").result(timeout=20).verdict is Verdict.CORRECT
+
+
 def test_any_thread_may_submit():
     judged: list[Judgement] = []
     with VerifierPool(PATIENT) as pool:

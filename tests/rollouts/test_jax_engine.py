@@ -166,7 +166,7 @@ def test_new_weights_are_used_and_stamped():
     engine, some = make_engine(), requests_for(queries(3))
     before = completions_of(engine, some)
     assert {c.policy_version for c in before.values()} == {0}
-    engine.update_weights(nnx.state(tiny_model(seed=9)), 5)
+    engine.update_weights(nnx.state(tiny_model(seed=9)), 5, None)
     after = completions_of(engine, some)
     assert {c.policy_version for c in after.values()} == {5}
     assert_same(after, completions_of(make_engine(tiny_model(seed=9)), some))

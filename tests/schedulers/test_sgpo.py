@@ -26,7 +26,7 @@ def make_scheduler(seed=0, prompts_per_step=3, phases=PHASES):
 
 def one_step(scheduler):
     requests = scheduler.propose()
-    groups = [make_group(r.query, [True] * r.num_samples) for r in reversed(requests)]
+    groups = [make_group(r.query, [True] * r.num_samples, visit=r.visit) for r in reversed(requests)]
     return requests, scheduler.accept(groups)
 
 

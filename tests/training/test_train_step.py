@@ -9,7 +9,7 @@ from helpers import VOCABULARY, make_config, tiny_architecture, tiny_model
 
 from sgpo_jax.data.batching import BatchShape, TrainSequence, pack
 from sgpo_jax.models.weights import weight_table
-from sgpo_jax.training.state import TrainState, initial_state, learning_rate_schedule
+from sgpo_jax.training.state import TrainState, initial_state, learning_rate
 from sgpo_jax.training.step import TrainStep, _zeros
 
 SHAPE = BatchShape(num_rows=4, row_length=32)
@@ -34,10 +34,13 @@ def make_sequences(group_sizes, seed=0):
     return sequences
 
 
-def make_step(seed=0, num_updates=100, **train):
+RATE = 1e-3
+
+
+def make_step(seed=0, **train):
     model = tiny_model(seed, sharpness=5.0)
     config = make_config(train=train, model={"remat": "full"})
-    step = TrainStep(model, config, num_updates)
+    step = TrainStep(model, config)
     return step, initial_state(nnx.state(model), step.optimizer), nnx.graphdef(model)
 
 
@@ -75,8 +78,7 @@ def adamw(params, grads, *, rate, decays, decay=0.1, b1=0.9, b2=0.999, eps=1e-8)
 
 
 def test_update_equals_the_plain_one():
-    optimizer = {"learning_rate": 0.01, "warmup_steps": 4}
-    step, state, graphdef = make_step(optimizer=optimizer)
+    step, state, graphdef = make_step()
     sequences = make_sequences([2, 4, 3, 8])
     loss, grads = jax.value_and_grad(lambda p: plain_loss(graphdef, p, sequences))(state.params)
     matrices = {weight.path[-1] for weight in weight_table(tiny_architecture()) if weight.is_matrix}
@@ -87,7 +89,7 @@ def test_update_equals_the_plain_one():
 
     batches = pack(sequences, SHAPE)
     assert len(batches) > 1, "several micro-batches"
-    state, result = step.update(state, batches)
+    state, result = step.update(state, batches, 0.01 / 4)
     np.testing.assert_allclose(result.loss, loss, rtol=1e-4)
     np.testing.assert_allclose(result.grad_norm, norm, rtol=1e-4)
     for name, value in flat(state.params).items():
@@ -119,7 +121,7 @@ def test_packing_and_splitting_do_not_change_the_gradient():
     norms, losses = [], []
     for shape in (BatchShape(2, 32), BatchShape(14, 24), BatchShape(3, 96)):
         step, state, _ = make_step()
-        _, result = step.update(state, pack(sequences, shape))
+        _, result = step.update(state, pack(sequences, shape), RATE)
         norms.append(result.grad_norm)
         losses.append(result.loss)
     np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
@@ -131,22 +133,22 @@ def test_one_compilation_serves_every_group_size_and_epoch():
     compiled = []
     for epoch in range(2):
         for group_size in (2, 4, 8):
-            state, _ = step.update(state, pack(make_sequences([group_size] * 5, seed=epoch), SHAPE))
+            state, _ = step.update(state, pack(make_sequences([group_size] * 5, seed=epoch), SHAPE), RATE)
             compiled.append(step.num_compilations)
     assert compiled == [3] * 6  # zeros, accumulate, apply
 
 
 def test_an_argument_of_another_shape_is_refused_not_compiled():
     step, state, _ = make_step()
-    state, _ = step.update(state, pack(make_sequences([2]), SHAPE))
+    state, _ = step.update(state, pack(make_sequences([2]), SHAPE), RATE)
     with pytest.raises(TypeError):
-        step.update(state, pack(make_sequences([2]), BatchShape(2, 32)))
+        step.update(state, pack(make_sequences([2]), BatchShape(2, 32)), RATE)
 
 
 @pytest.mark.parametrize("poison", ["advantage", "sampler"])
 def test_update_that_is_not_finite_changes_nothing(poison):
     step, state, _ = make_step(loss={"sampler_weight_cap": 2.0})
-    state, _ = step.update(state, pack(make_sequences([4, 4]), SHAPE))
+    state, _ = step.update(state, pack(make_sequences([4, 4]), SHAPE), RATE)
     before = jax.tree.map(np.array, state)
     sequences = make_sequences([4, 4], seed=2)
     bad = sequences[0]
@@ -156,31 +158,32 @@ def test_update_that_is_not_finite_changes_nothing(poison):
         else {"sampler_logprobs_C": bad.sampler_logprobs_C * np.nan}
     )
     sequences[0] = TrainSequence(**{**{f: getattr(bad, f) for f in bad.__dataclass_fields__}, **values})
-    state, result = step.update(state, pack(sequences, SHAPE))
+    state, result = step.update(state, pack(sequences, SHAPE), RATE)
     assert not result.is_finite
     jax.tree.map(np.testing.assert_array_equal, before, state)
-    state, result = step.update(state, pack(make_sequences([4, 4]), SHAPE))
+    state, result = step.update(state, pack(make_sequences([4, 4]), SHAPE), RATE)
     assert result.is_finite
     assert int(state.num_updates) == 2
 
 
 def test_several_updates_use_the_policy_before_the_first():
-    step, state, _ = make_step(num_updates=1, optimizer={"learning_rate": 0.05, "warmup_steps": 0})
+    step, state, _ = make_step()
     batches = step.old_logprobs(state.params, pack(make_sequences([8]), SHAPE))
-    state, first = step.update(state, batches)
-    state, second = step.update(state, batches)
+    state, first = step.update(state, batches, 0.05)
+    state, second = step.update(state, batches, 0.05)
     num_tokens = int(first.metrics.num_tokens)
     np.testing.assert_allclose(first.metrics.ratio_sum / num_tokens, 1.0, atol=1e-5)
     assert abs(float(second.metrics.ratio_sum) / num_tokens - 1) > 1e-3
 
 
 def test_learning_rate_rises_then_stays_or_falls():
-    optimizer = make_config(train={"optimizer": {"learning_rate": 1.0, "warmup_steps": 4}}).train.optimizer
-    constant = learning_rate_schedule(optimizer, 20)
-    np.testing.assert_allclose([constant(i) for i in (0, 1, 3, 4, 19, 50)], [0.25, 0.5, 1, 1, 1, 1], rtol=1e-6)
-    linear = learning_rate_schedule(optimizer.model_copy(update={"schedule": "linear", "final_frac": 0.1}), 20)
-    np.testing.assert_allclose([linear(i) for i in (3, 4, 19)], [1, 1, 0.1], rtol=1e-6)
-    assert all(linear(i) > linear(i + 1) for i in range(4, 19))
+    optimizer = make_config(train={"optimizer": {"learning_rate": 2.0, "warmup_steps": 4}}).train.optimizer
+    rates = [learning_rate(optimizer, i, progress=0.5) for i in (0, 1, 3, 4, 50)]
+    np.testing.assert_allclose(rates, [0.5, 1, 2, 2, 2], rtol=1e-6)
+    linear = optimizer.model_copy(update={"schedule": "linear", "final_frac": 0.1})
+    rates = [learning_rate(linear, i, progress) for i, progress in ((1, 0.1), (30, 0.5), (30, 1.0))]
+    np.testing.assert_allclose(rates, [0.91, 1.1, 0.2], rtol=1e-6)
+    assert learning_rate(optimizer.model_copy(update={"warmup_steps": 0}), 0, 0.1) == 2.0
 
 
 def test_state_is_a_pytree():

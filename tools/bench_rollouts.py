@@ -1,0 +1,139 @@
+"""Throughput of the vLLM engine against a bare load generator, on the same server and the same requests, in turns.
+
+    python tools/bench_rollouts.py sgpo_jax/demo/model --platform cpu
+    python tools/bench_rollouts.py Qwen2.5-Math-7B --max-tokens 1024 --dtype bfloat16 --prompt-tokens 200
+
+Prompts are random tokens. The bare generator posts bodies made beforehand and counts tokens; the engine does all it
+does in a run: seeds, checks of every answer, arrays, groups. Prints tokens a second of each round and the ratio.
+"""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx2
+import numpy as np
+from flax import nnx
+
+from sgpo_jax.config import parse_config
+from sgpo_jax.data.templates import load_tokenizer, stop_token_ids
+from sgpo_jax.models.architecture import read_architecture
+from sgpo_jax.models.safetensors import load_model, resolve_model_dir
+from sgpo_jax.rollouts.probe import Prober
+from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
+from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams
+
+
+@click.command(help=__doc__)
+@click.argument("model")
+@click.option("--platform", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--requests", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--num", type=click.IntRange(min=1), default=8, show_default=True, help="Samples of each request.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=2), default=31, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+def main(
+    model: str, platform: str, dtype: str, requests: int, num: int, prompt_tokens: int, max_tokens: int, rounds: int
+) -> None:
+    rng = np.random.default_rng(0)
+    model_dir = resolve_model_dir(model)
+    vocab_size = read_architecture(model_dir).vocab_size
+    prompts = [tuple(rng.integers(0, vocab_size, prompt_tokens).tolist()) for _ in range(requests)]
+    with tempfile.TemporaryDirectory() as directory:
+        engine = start(model_dir, platform, dtype, prompts, max_tokens, Path(directory) / "vllm.log")
+        try:
+            figures = {"engine": [], "bare": []}
+            for visit in range(rounds + 1):  # the first warms up
+                for name, rate in (("engine", engine_rate), ("bare", bare_rate)):
+                    figures[name].append(rate(engine, prompts, num, max_tokens, visit))
+                    print(f"round {visit} {name:6} {figures[name][-1]:9.0f} tokens/s", flush=True)
+        finally:
+            engine.close()
+    ours, bare = (float(np.median(figures[name][1:])) for name in ("engine", "bare"))
+    print(f"median: engine {ours:.0f} tokens/s, bare load generator {bare:.0f} tokens/s, ratio {ours / bare:.3f}")
+
+
+def start(
+    model_dir: Path, platform: str, dtype: str, prompts: list[tuple[int, ...]], max_tokens: int, log: Path
+) -> VLLMEngine:
+    config = parse_config(
+        {
+            "run_dir": "unused",
+            "model": {"path": str(model_dir), "compute_dtype": dtype, "remat": "none"},
+            "data": {"train": [{"path": "unused"}]},
+            "rollouts": {"engine": "vllm", "max_completion_tokens": max_tokens},
+            "vllm": {"platform": platform},
+        },
+        where="benchmark",
+    )
+    model = load_model(model_dir, compute_dtype=dtype, remat="none")
+    stop_ids = stop_token_ids(model_dir, load_tokenizer(model_dir))
+    params = nnx.state(model)
+    prober = Prober(model, [query(0, prompts[0])], stop_ids[0], chunk_tokens=1024)
+    return make_vllm_engine(
+        config,
+        read_architecture(model_dir),
+        model_dir,
+        stop_ids=stop_ids,
+        longest_prompt=max(map(len, prompts)),
+        log=log,
+        initial=params,
+        probe=prober(params),
+    )
+
+
+def query(number: int, prompt_ids: tuple[int, ...]) -> Query:
+    return Query(f"q{number}", "", "", "exact", "benchmark", "", prompt_ids)
+
+
+def engine_rate(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
+    wanted = [GroupRequest(query(i, ids), num, Purpose.TRAIN, visit) for i, ids in enumerate(prompts)]
+    began = time.monotonic()
+    groups = list(engine.generate(wanted, SamplingParams(max_tokens)))
+    seconds = time.monotonic() - began
+    return sum(len(c.token_ids_C) for group in groups for c in group.completions) / seconds
+
+
+def bare_rate(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
+    [replica] = engine._replicas
+    rng = np.random.default_rng(visit)
+    bodies = [
+        {
+            "model": "policy",
+            "prompt": list(ids),
+            "n": num,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "seed": int(rng.integers(2**62)),
+            "stop_token_ids": list(engine._stop_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        for ids in prompts
+    ]
+    headers = {"Authorization": f"Bearer {replica.server.key}"}
+    began = time.monotonic()
+    count = asyncio.run(post_all(replica.client.url, headers, bodies, engine._config.max_in_flight // num))
+    return count / (time.monotonic() - began)
+
+
+async def post_all(url: str, headers: dict[str, str], bodies: list[dict[str, Any]], at_once: int) -> int:
+    gate = asyncio.Semaphore(max(1, at_once))
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=3600, limits=limits) as http:
+
+        async def post(body: dict[str, Any]) -> int:
+            async with gate:
+                answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+            return sum(len(choice["token_ids"]) for choice in answer["choices"])
+
+        return sum(await asyncio.gather(*map(post, bodies)))
+
+
+if __name__ == "__main__":
+    main()
