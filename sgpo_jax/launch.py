@@ -119,7 +119,7 @@ def plan(config_file: Path, overrides: tuple[str, ...], compare: bool) -> None:
 @command("train configs/demo.yaml")
 @_with_config
 def train(config_file: Path, overrides: tuple[str, ...]) -> None:
-    """Train through the phases of the plan. Needs a profile and a plan; resumes from the newest checkpoint."""
+    """Train, resuming from the newest checkpoint. sGPO needs a profile and a plan, the other methods do not."""
     _run_stage(config_file, overrides, lambda pipeline, run: pipeline.train_stage(run))
 
 
