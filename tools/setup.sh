@@ -17,6 +17,9 @@ VENV_PYTHON=$PWD/$VENV/bin/python
 [[ -f $REQUIREMENTS ]] || {
     echo "setup: no $REQUIREMENTS; PLATFORM is one of: $(cd tools/requirements && echo *.txt)" >&2; exit 2; }
 
+[[ ! -e $VENV || -f $VENV/pyvenv.cfg ]] || {
+    echo "setup: VENV=$VENV is there and is no virtual environment; name another" >&2; exit 2; }
+
 # The stamp holds what was installed: the environment is made anew only when that changes.
 STAMP=$VENV/.installed
 WANTED=$("$PYTHON" -V; cat "$REQUIREMENTS" pyproject.toml)

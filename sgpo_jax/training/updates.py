@@ -26,7 +26,7 @@ def make_updates(
     shares = np.array_split(np.arange(len(groups)), num_updates)
     updates = []
     for share in shares:
-        sequences = _sequences([groups[i] for i in share], step, reference, shape, config)
+        sequences = _sequences([groups[i] for i in share.tolist()], step, reference, shape, config)
         if any(sequence.num_loss_tokens for sequence in sequences):
             updates.append(_batches(sequences, step, reference, shape, config))
     if num_updates > 1:

@@ -95,10 +95,11 @@ def test_repeated_work_is_wasted_once():
     one = TokenCounts(generated=1, trained=1)
     first_kill = start.add(Stage.TRAINING, one).add(Stage.EVALUATION, one)
     resumed = start.resumed(first_kill)
-    assert resumed.tokens == start.tokens | {Stage.WASTED: one + one}
+    assert resumed.tokens == start.tokens | {Stage.WASTED: one}, "evaluations are counted by their own files"
     second_kill = resumed.add(Stage.TRAINING, one)  # again before a checkpoint
-    assert start.resumed(second_kill).tokens[Stage.WASTED] == one + one + one
+    assert start.resumed(second_kill).tokens[Stage.WASTED] == one + one
     assert start.resumed(start) == start
+    assert first_kill.resumed(start).tokens[Stage.WASTED] == TokenCounts(), "an older file says nothing"
 
 
 # The paper's 7B run on DAPO-Math-17k: num_correct of 8 -> queries, the rest of 14,116 trivial.
