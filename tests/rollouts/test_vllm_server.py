@@ -40,7 +40,7 @@ def shared_memory_in(log: Path) -> list[Path]:
 
 def test_the_servers_options_and_environment(tmp_path):
     options = {
-        "command": ["/opt/vllm/bin/python", "-m", "server"],
+        "command": ["/nowhere/vllm/bin/python", "-m", "server"],
         "platform": "cpu",
         "kv_cache_gib": 3,
         "devices": [4, 5],
