@@ -158,9 +158,9 @@ def test_a_server_that_ends_at_once_is_an_error_with_its_cause_and_last_words(tm
 
 def test_a_server_that_is_never_healthy_is_ended_at_the_limit(tmp_path):
     begun = time.monotonic()
-    with pytest.raises(MachineError, match=r"was not healthy within vllm.start_time_limit_s=1.5; .* fake vLLM"):
-        fake_engine(tmp_path, start_time_limit_s=1.5, env={"FAKE_START_DELAY": "60"}).__enter__()
-    assert time.monotonic() - begun < 10
+    with pytest.raises(MachineError, match=r"was not healthy within vllm.start_time_limit_s=8; .* fake vLLM"):
+        fake_engine(tmp_path, start_time_limit_s=8, env={"FAKE_START_DELAY": "60"}).__enter__()
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
