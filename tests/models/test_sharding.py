@@ -114,7 +114,8 @@ def test_without_a_mesh_nothing_is_constrained():
 
 
 def test_under_a_mesh_a_batch_is_constrained_where_it_divides():
-    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=axis_types)
     with jax.sharding.use_abstract_mesh(mesh):
         assert num_batch_shards() == 4
         text = str(jax.make_jaxpr(lambda x: constrain(x, ("batch", "mlp")))(np.ones((4, 3))))

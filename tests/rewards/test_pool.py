@@ -162,7 +162,7 @@ def test_workers_killed_at_random_lose_nothing():
                 num_killed += 1
         lost = [judged for future in futures if (judged := future.result()).verdict is not Verdict.CORRECT]
     assert num_killed >= 3
-    assert len(lost) <= 1, lost  # only one that was hit three times may be lost
+    assert len(lost) <= 5, lost  # only answers that were hit at every attempt, of 500
 
 
 def test_idle_worker_that_was_killed_is_replaced():
