@@ -154,15 +154,17 @@ def test_hung_answers_among_good_ones_cost_their_limit_only():
 def test_workers_killed_at_random_lose_nothing():
     with VerifierPool(PATIENT) as pool:
         futures = [pool.submit(query("math"), rf"\boxed{{\sqrt{{25}}+{n}-{n}}}") for n in range(500)]
-        draw, num_killed = random.Random(0), 0
-        while wait(futures, timeout=0.3).not_done:
+        draw, num_killed, num_seen = random.Random(0), 0, 0
+        while wait(futures, timeout=0.02).not_done:
             workers = [process for process in multiprocessing.active_children() if process.is_alive()]
-            if workers:
+            num_done = sum(future.done() for future in futures)
+            # On a loaded machine too, answers get through between two kills: else one would be hit at every attempt.
+            if workers and num_done >= num_seen + 20:
                 os.kill(draw.choice(workers).pid, signal.SIGKILL)
-                num_killed += 1
+                num_killed, num_seen = num_killed + 1, num_done
         lost = [judged for future in futures if (judged := future.result()).verdict is not Verdict.CORRECT]
     assert num_killed >= 3
-    assert len(lost) <= 5, lost  # only answers that were hit at every attempt, of 500
+    assert len(lost) <= 1, lost  # only one that was hit three times may be lost
 
 
 def test_idle_worker_that_was_killed_is_replaced():
