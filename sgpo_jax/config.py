@@ -1,32 +1,21 @@
 """Every knob of the project: one strict, typed tree, read from a YAML file plus dotted overrides.
 
-`load_config` is the only way in. Whatever is wrong ends in a UserError of one line that names the file or override,
-the key, the value, what is allowed, and the nearest known key.
+`load_config` is the only way in. Whatever is wrong ends in a UserError of one line (see strict_yaml.py).
 """
 
-import difflib
-import io
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, model_validator
 
-from sgpo_jax.types import UserError
+from sgpo_jax import strict_yaml
+from sgpo_jax.strict_yaml import Section
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A group of knobs. Unknown keys are errors, values are not coerced across kinds, instances do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -143,7 +132,7 @@ class VLLMConfig(Section):
     """What starts a server, without its options; tools/setup_vllm.sh makes this one."""
     extra_args: tuple[str, ...] = ()
     """Further options of the server, after those of this section."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server, beside this process's own."""
     platform: Literal["cuda", "cpu"] = "cuda"
     """What the server runs on. For vLLM on TPUs, start it yourself and name it in `urls`."""
@@ -469,120 +458,6 @@ class Config(Section):
         return self
 
 
-def source_name(source: SourceConfig) -> str:
-    """How reports and file names call a source."""
-    place = source.path.split("@")[0].rstrip("/")
-    return source.name or Path(place).stem.replace(":", "-")
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `key.sub=value` overrides, validate.
-
-    Raises UserError: no such file, not YAML, a malformed override, or any key or value that the tree does not allow.
-    """
-    path = Path(path)
-    try:
-        tree = _parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        reason = getattr(error, "strerror", None) or _one_line(error)
-        raise UserError(f"{path}: cannot be read as a configuration: {reason}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: a configuration is a mapping of keys, such as `run_dir: runs/demo`")
-    origins = {}
-    for override in overrides:
-        key = _apply_override(tree, override)
-        origins[key] = f"override {override!r}"
-    return parse_config(tree, where=str(path), origins=origins)
-
-
-def parse_config(tree: dict[str, Any], where: str, origins: dict[str, str] | None = None) -> Config:
-    """Validate a tree of plain values. `where` and `origins` (by dotted key) say in errors where a value came from."""
-    try:
-        # Through JSON: strict there means no coercion, but a list is a tuple and 1 is a float.
-        return Config.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise UserError(_explain(error, where, origins or {})) from None
-
-
-def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML text."""
-    sink = io.StringIO()
-    YAML(typ="safe", pure=True).dump(config.model_dump(mode="json"), sink)
-    return sink.getvalue()
-
-
-def _parse_yaml(text: str) -> Any:
-    return YAML(typ="safe", pure=True).load(text)
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> str:
-    key, equals, text = override.partition("=")
-    if not equals or not key or not all(key.split(".")):
-        raise UserError(f"override {override!r}: not of the form key.sub=value, such as train.epochs=1")
-    try:
-        value = _parse_yaml(text)
-    except YAMLError as error:
-        raise UserError(f"override {override!r}: the value is not YAML: {_one_line(error)}") from None
-    *parents, last = key.split(".")
-    node: Any = tree
-    for depth, part in enumerate(parents):
-        node = _child(node, part, override, ".".join(parents[:depth]))
-    if isinstance(node, list):
-        node[_index(node, last, override)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        raise UserError(f"override {override!r}: {'.'.join(parents)} holds a single value, it has no keys")
-    return key
-
-
-def _child(node: Any, part: str, override: str, parent: str) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part, override)]
-    if not isinstance(node, dict):
-        raise UserError(f"override {override!r}: {parent} holds a single value, it has no keys")
-    if node.get(part) is None:
-        node[part] = {}
-    return node[part]
-
-
-def _index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdecimal() or int(part) >= len(node):
-        raise UserError(f"override {override!r}: {part!r} is no index of a list of {len(node)}")
-    return int(part)
-
-
-def _explain(error: ValidationError, where: str, origins: dict[str, str]) -> str:
-    """The first problem as one line: where, key, value, what is allowed, the nearest known key."""
-    problem = error.errors()[0]
-    # pydantic inserts tags of unions into the location; keys and indices are what a user wrote.
-    location = [part for part in problem["loc"] if not (isinstance(part, str) and "[" in part)]
-    key = ".".join(str(part) for part in location)
-    origin = next((text for name, text in origins.items() if key == name or key.startswith(f"{name}.")), where)
-    more = len(error.errors()) - 1
-    suffix = f" (and {more} more)" if more else ""
-    if problem["type"] == "extra_forbidden":
-        return f"{origin}: unknown key {key}={problem['input']!r}{_suggest(location)}{suffix}"
-    if problem["type"] == "missing":
-        return f"{origin}: the key {key} is missing{suffix}"
-    if not location:
-        return f"{origin}: {_one_line(problem['msg'].removeprefix('Value error, '))}{suffix}"
-    allowed = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{origin}: {key}={_short(problem['input'])}: allowed is {_one_line(allowed)}{suffix}"
-
-
-def _suggest(location: Sequence[Any]) -> str:
-    known = sorted(_keys_of(location[:-1]))
-    wrong = str(location[-1])
-    elsewhere = [path for path in all_keys() if path.rsplit(".", 1)[-1] == wrong]
-    if elsewhere:
-        return f": did you mean {elsewhere[0]}?"
-    nearest = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
-    if nearest:
-        return f": did you mean {'.'.join([*map(str, location[:-1]), nearest[0]])}?"
-    return f": known keys here are {', '.join(known)}"
-
-
 MAY_CHANGE = (
     "run_dir",
     "telemetry.",
@@ -605,55 +480,17 @@ MAY_CHANGE = (
 """Keys (or their beginnings) that may change between the starts of one run: they say how it is computed, not what."""
 
 
-def differences(old: Config, new: Config) -> dict[str, str]:
-    """The dotted keys whose values differ, each with `key: old -> new`."""
-    before, after = (dict(_flatten(config.model_dump(mode="json"), "")) for config in (old, new))
-    keys = sorted(before.keys() | after.keys())
-    return {
-        key: f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)
-    }
+def source_name(source: SourceConfig) -> str:
+    """How reports and file names call a source."""
+    place = source.path.split("@")[0].rstrip("/")
+    return source.name or Path(place).stem.replace(":", "-")
 
 
-def _flatten(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
-    if items is None:
-        yield prefix.removesuffix("."), tree
-    for name, child in items or ():
-        yield from _flatten(child, f"{prefix}{name}.")
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key.sub=value` overrides, validate. Raises UserError."""
+    return strict_yaml.load(Config, path, overrides)
 
 
-def all_keys() -> list[str]:
-    """Every dotted key of the tree, lists of sections entered once."""
-    return list(_walk(Config, ""))
-
-
-def _walk(section: type[Section], prefix: str) -> Any:
-    for name, info in section.model_fields.items():
-        yield f"{prefix}{name}"
-        child = _section_of(info.annotation)
-        if child:
-            yield from _walk(child, f"{prefix}{name}.")
-
-
-def _keys_of(location: Sequence[Any]) -> list[str]:
-    section: type[Section] = Config
-    for part in location:
-        if isinstance(part, str):
-            child = _section_of(section.model_fields[part].annotation)
-            section = child or section
-    return list(section.model_fields)
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _section_of(arg))), None)
-
-
-def _one_line(message: Any) -> str:
-    return " ".join(str(message).split())
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def parse_config(tree: dict[str, Any], where: str) -> Config:
+    """Validate a tree of plain values; `where` says in errors where it came from. Raises UserError."""
+    return strict_yaml.parse(Config, tree, where)

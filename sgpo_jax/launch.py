@@ -81,9 +81,10 @@ def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
 def _run_stage(config_file: Path, overrides: tuple[str, ...], *stages: Callable[..., Any]) -> None:
     from sgpo_jax import pipeline
     from sgpo_jax.config import load_config
+    from sgpo_jax.run import open_run
 
     config = load_config(config_file, overrides)
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         for stage in stages:
             stage(pipeline, run)
 
@@ -138,8 +139,9 @@ def evaluate(config_file: Path, overrides: tuple[str, ...]) -> None:
 def export(run_dir: Path, out: Path, overrides: tuple[str, ...], step: int | None) -> None:
     """A checkpoint of a run as a Hugging Face directory; the run may go on meanwhile."""
     from sgpo_jax import pipeline
+    from sgpo_jax.run import config_of
 
-    pipeline.export_run(pipeline.config_of(run_dir, overrides), out, step)
+    pipeline.export_run(config_of(run_dir, overrides), out, step)
 
 
 @command("convert Qwen2.5-0.5B orbax/Qwen2.5-0.5B")

@@ -105,12 +105,12 @@ def test_unexpected_errors_are_one_line_too_and_show_more_with_debug(tmp_path, m
 
 
 def test_a_full_disk_is_the_machines_fault(tmp_path, monkeypatch):
-    from sgpo_jax import pipeline
+    from sgpo_jax import run
 
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(pipeline, "write_text", full)
+    monkeypatch.setattr(run, "write_text", full)
     result = invoke("profile", demo_file(tmp_path))
     assert result.exit_code == 1
     assert "config.yaml: No space left on device" in result.stderr

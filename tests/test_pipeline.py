@@ -12,6 +12,7 @@ from sgpo_jax import pipeline
 from sgpo_jax.config import Config, parse_config
 from sgpo_jax.files import read_json, read_jsonl, write_jsonl
 from sgpo_jax.rollouts.jax_engine import JaxEngine
+from sgpo_jax.run import open_run
 from sgpo_jax.telemetry import Metrics
 from sgpo_jax.types import MachineError, UserError
 
@@ -50,7 +51,7 @@ def demo_config(run_dir: Path, **sections) -> Config:
 
 
 def run_all(config: Config) -> None:
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         pipeline.run_all(run)
 
 
@@ -189,7 +190,7 @@ def test_stages_one_by_one_give_the_ledger_of_a_whole_run(finished, tmp_path):
         pipeline.run_all,
     )
     for stage in stages:
-        with pipeline.open_run(demo_config(run_dir)) as run:
+        with open_run(demo_config(run_dir)) as run:
             stage(run)
     assert read_json(run_dir / "compute.json") == read_json(finished / "compute.json")
 
@@ -197,7 +198,7 @@ def test_stages_one_by_one_give_the_ledger_of_a_whole_run(finished, tmp_path):
 def test_evaluating_in_the_middle_scores_the_newest_checkpoint(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     run_until(3, demo_config(run_dir), monkeypatch)
-    with pipeline.open_run(demo_config(run_dir)) as run:
+    with open_run(demo_config(run_dir)) as run:
         pipeline.evaluate_newest(run)
     assert (run_dir / "eval" / "step-000002.json").exists()
     assert not (run_dir / "eval" / "final.json").exists()
@@ -253,7 +254,7 @@ def test_profile_goes_on_where_it_was_killed(finished, tmp_path):
     write_jsonl(run_dir / "profile.jsonl", reversed(whole[10:40]))
     with (run_dir / "profile.jsonl").open("a") as file:
         file.write('{"query_id": "torn')
-    with pipeline.open_run(demo_config(run_dir)) as run:
+    with open_run(demo_config(run_dir)) as run:
         pipeline.profile_stage(run)
     assert read_jsonl(run_dir / "profile.jsonl") == whole
 
@@ -263,7 +264,7 @@ def test_one_profile_serves_other_runs_and_parts_of_its_queries(finished, tmp_pa
     tree["profile"] = {"reuse": str(finished)}
     tree["data"]["train"][0]["max_queries"] = 30
     config = parse_config(tree, "test")
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         assert len(pipeline.profile_stage(run).rows) == 30
         pipeline.plan_stage(run)
     assert not (tmp_path / "run" / "profile.jsonl").exists()
@@ -285,7 +286,7 @@ def test_a_profile_that_does_not_fit_is_refused(finished, tmp_path, change, mess
     tree["data"]["train"][0]["kind"] = change.pop("kind", "auto")
     for name, values in change.items():
         tree[name] = {**tree[name], **values}
-    with pipeline.open_run(parse_config(tree, "test")) as run, pytest.raises(UserError, match=message):
+    with open_run(parse_config(tree, "test")) as run, pytest.raises(UserError, match=message):
         pipeline.profile_stage(run)
 
 
@@ -295,19 +296,19 @@ def test_a_run_directory_belongs_to_one_configuration_and_one_process(finished, 
     config = demo_config(run_dir, train={"epochs": 2})
 
     def open_it(config):
-        with pipeline.open_run(config):
+        with open_run(config):
             pass
 
     with pytest.raises(UserError, match=r"another configuration \(.*train\.epochs: 1 -> 2"):
         open_it(config)
     open_it(demo_config(run_dir, telemetry={"project": "other"}))  # says how, not what
-    with pipeline.open_run(demo_config(run_dir)), pytest.raises(UserError, match="another process is running in it"):
+    with open_run(demo_config(run_dir)), pytest.raises(UserError, match="another process is running in it"):
         open_it(demo_config(run_dir))
 
 
 def test_export_gives_the_newest_checkpoint(finished, tmp_path):
     config = demo_config(finished)
-    with pipeline.open_run(config):  # a run that goes on does not hinder it
+    with open_run(config):  # a run that goes on does not hinder it
         pipeline.export_run(config, tmp_path / "out", None)
     with pytest.raises(UserError, match="no checkpoint of step 99"):
         pipeline.export_run(config, tmp_path / "other", 99)
@@ -329,7 +330,7 @@ def test_nothing_learnable_is_said_with_the_reasons(tmp_path):
     config = demo_config(
         tmp_path / "run", data={"train": [{"path": str(path)}], "template": "plain", "max_prompt_tokens": 15}
     )
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         pipeline.profile_stage(run)
         with pytest.raises(UserError, match=r"none of 3 profiled queries is learnable: 0 are trivial .* 3 unsolved"):
             pipeline.plan_stage(run)
@@ -338,7 +339,7 @@ def test_nothing_learnable_is_said_with_the_reasons(tmp_path):
 
 def test_training_needs_a_plan(tmp_path):
     with (
-        pipeline.open_run(demo_config(tmp_path / "run")) as run,
+        open_run(demo_config(tmp_path / "run")) as run,
         pytest.raises(UserError, match=r"plan\.json: no such file"),
     ):
         pipeline.train_stage(run)

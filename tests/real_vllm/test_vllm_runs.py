@@ -14,6 +14,7 @@ from sgpo_jax import pipeline
 from sgpo_jax.config import Config, parse_config
 from sgpo_jax.files import read_json, read_jsonl
 from sgpo_jax.rollouts.vllm_watchdog import session_members
+from sgpo_jax.run import Run, open_run
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "sgpo_jax" / "demo"
@@ -59,7 +60,7 @@ def demo_config(run_dir: Path, engine: str) -> Config:
 
 
 def run_all(config: Config) -> None:
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         pipeline.run_all(run)
 
 
@@ -135,7 +136,7 @@ def test_accuracies_are_those_of_the_jax_engine(by_vllm, by_jax):
 class Killer(threading.Thread):
     """Kills processes of the run's server: its API process while profiling, its engine while training."""
 
-    def __init__(self, run: pipeline.Run) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(daemon=True)
         self._run = run
         self.sessions: list[int] = []
@@ -160,7 +161,7 @@ class Killer(threading.Thread):
 def test_a_killed_server_is_replaced_and_nothing_is_lost_or_left(tmp_path, by_vllm):
     before = shared_memory()
     config = demo_config(tmp_path / "run", "vllm")
-    with pipeline.open_run(config) as run:
+    with open_run(config) as run:
         killer = Killer(run)
         killer.start()
         pipeline.run_all(run)

@@ -1,0 +1,255 @@
+"""One run directory: its lock, its owner, and what its stages share."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from filelock import FileLock, Timeout
+from flax import nnx
+from jax.sharding import Mesh
+
+from sgpo_jax import profiling, strict_yaml
+from sgpo_jax.checkpoints import Checkpoints
+from sgpo_jax.config import MAY_CHANGE, Config, load_config, source_name
+from sgpo_jax.data.queries import LoadedQueries, load_queries, overlap
+from sgpo_jax.data.templates import PromptTemplate, load_tokenizer, stop_token_ids
+from sgpo_jax.files import digest_files, read_json, sweep, write_text
+from sgpo_jax.models.architecture import Architecture, read_architecture
+from sgpo_jax.models.qwen import Transformer
+from sgpo_jax.models.safetensors import load_model, resolve_model_dir
+from sgpo_jax.models.sharding import make_mesh
+from sgpo_jax.models.weights import num_parameters
+from sgpo_jax.rewards import VerifierPool
+from sgpo_jax.rollouts.collect import Collector
+from sgpo_jax.rollouts.engine import Engine, Probe
+from sgpo_jax.rollouts.jax_engine import JaxEngine
+from sgpo_jax.rollouts.probe import Prober
+from sgpo_jax.rollouts.vllm_engine import make_vllm_engine
+from sgpo_jax.telemetry import check_trackers, say
+from sgpo_jax.types import Query, UserError
+
+INITIAL, FINAL = "initial", "final"  # names of the evaluations before and after training
+MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")  # weights, configuration, tokenizer
+
+
+class Run:
+    """One run directory under its lock, and what its stages share, each part made when it is first needed."""
+
+    def __init__(self, config: Config, mesh: Mesh | None) -> None:
+        self.config = config
+        self.dir = Path(config.run_dir)
+        self.mesh = mesh
+
+    @cached_property
+    def model_dir(self) -> Path:
+        return resolve_model_dir(self.config.model.path)
+
+    @cached_property
+    def arch(self) -> Architecture:
+        return read_architecture(self.model_dir)
+
+    @cached_property
+    def num_params(self) -> int:
+        return num_parameters(self.arch)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_dir)
+
+    @cached_property
+    def loaded(self) -> LoadedQueries:
+        """The training queries."""
+        loaded = load_queries(self.config.data.train, self.config.data, self.tokenizer, self.config.seed)
+        for line in loaded.report.lines():
+            say(f"data: {line}")
+        return loaded
+
+    @cached_property
+    def queries(self) -> dict[str, Query]:
+        return {query.query_id: query for query in self.loaded.queries}
+
+    @cached_property
+    def evaluation_sets(self) -> dict[str, tuple[Query, ...]]:
+        sets = {}
+        for source in self.config.evaluate.sets:
+            # The language filter is for what is trained on.
+            data = self.config.data.model_copy(update={"language": "any"})
+            loaded = load_queries([source], data, self.tokenizer, self.config.seed)
+            for line in loaded.report.lines():
+                say(f"data: {line}")
+            sets[source_name(source)] = loaded.queries
+        shared = overlap(self.loaded.queries, [query for queries in sets.values() for query in queries])
+        for found in shared:
+            say(f"data: warning: {found.line()}")
+        return sets
+
+    @cached_property
+    def model(self) -> Transformer:
+        """With the initial weights. The trainer's first update consumes them."""
+        say(f"model: loading {self.model_dir} ({self.num_params / 1e6:.1f} M parameters)")
+        model = self.config.model
+        return load_model(self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """With the initial weights."""
+        stop_ids = stop_token_ids(self.model_dir, self.tokenizer)
+        if self.config.rollouts.engine == "vllm":
+            say("vllm: starting (a minute or two)")
+            return make_vllm_engine(
+                self.config,
+                self.arch,
+                self.model_dir,
+                stop_ids=stop_ids,
+                longest_prompt=self.longest_prompt,
+                log=self.dir / "vllm.log",
+                initial=(params := nnx.state(self.model)),
+                probe=self.probe(params),
+            )
+        return JaxEngine(
+            self.model,
+            stop_ids=stop_ids,
+            max_prompt_tokens=self.longest_prompt,
+            config=self.config.rollouts,
+            run_seed=self.config.seed,
+        )
+
+    @cached_property
+    def prober(self) -> Prober:
+        queries = self.loaded.queries[: self.config.vllm.probe_prompts]
+        end_id = min(stop_token_ids(self.model_dir, self.tokenizer))
+        return Prober(self.model, queries, end_id, chunk_tokens=self.config.model.vocab_chunk_tokens)
+
+    def probe(self, params: nnx.State) -> Probe | None:
+        """What an engine that gets a copy of `params` must find; None where it shares the trainer's."""
+        return self.prober(params) if self.config.rollouts.engine == "vllm" else None
+
+    @cached_property
+    def verifiers(self) -> VerifierPool:
+        return VerifierPool(self.config.rewards)
+
+    @cached_property
+    def collector(self) -> Collector:
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+        return Collector(self.engine, self.verifiers, decode, self.config.rewards)
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of training and evaluation."""
+        everything = [*self.loaded.queries, *(q for queries in self.evaluation_sets.values() for q in queries)]
+        return max(len(query.prompt_ids) for query in everything)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.dir / "checkpoints", self.config.train.keep_checkpoints)
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether the method goes by a profile, which is then charged."""
+        return self.config.train.method == "sgpo"
+
+    @cached_property
+    def profile_identity(self) -> profiling.ProfileIdentity:
+        return profiling.ProfileIdentity(
+            model=digest_files(sorted(path for path in self.model_dir.iterdir() if path.suffix in MODEL_SUFFIXES)),
+            template=PromptTemplate(self.config.data, self.tokenizer).digest(),
+            verifier=profiling.verifier_digest(self.config),
+            kinds=tuple(sorted({query.kind for query in self.loaded.queries})),
+            sampling=profiling.profile_sampling(self.config),
+        )
+
+    def close(self) -> None:
+        """End what was started; only that."""
+        for name in ("engine", "verifiers", "checkpoints"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Lock the run directory for as long as the block lasts, and hold it to one configuration.
+
+    Raises UserError: the directory cannot be written, is in use, or belongs to another configuration.
+    """
+    run_dir = Path(config.run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run_dir / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"run_dir={run_dir}: another process is running in it; wait for it or name another") from None
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir}: cannot be written: {error.strerror}; name another") from None
+    try:
+        _check_owner(config, run_dir)
+        sweep(run_dir)
+        everything = make_mesh(config.mesh)
+        mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):
+            run = Run(config, mesh)
+            try:
+                yield run
+            finally:
+                run.close()
+    finally:
+        lock.release()
+
+
+def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run directory was made with. Raises UserError where it is none."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        raise UserError(f"{run_dir}: not a run directory (it has no config.yaml)")
+    return load_config(path, [f"run_dir={json.dumps(str(run_dir))}", *overrides])  # it may have been moved
+
+
+def _check_owner(config: Config, run_dir: Path) -> None:
+    """A directory that holds results belongs to the settings that made them; without results it takes any."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return
+    try:
+        changed = strict_yaml.differences(config_of(run_dir), config)
+    except UserError:
+        raise UserError(f"{path}: is there already, and is no run's configuration; name another run_dir") from None
+    has_results = any(
+        (run_dir / name).exists() for name in ("profile.jsonl", "plan.json", "eval", "metrics.jsonl", "checkpoints")
+    )
+    binding = [text for key, text in changed.items() if not key.startswith(MAY_CHANGE)]
+    if has_results and binding:
+        raise UserError(
+            f"run_dir={run_dir}: belongs to another configuration ({'; '.join(binding)}); set these back, or name "
+            f"another run_dir (its profile may serve there too: profile.reuse={run_dir})"
+        )
+
+
+def begin(run: Run) -> None:
+    """From here on the directory belongs to this configuration; everything that it names has been found."""
+    check_trackers(run.config.telemetry)
+    longest = run.longest_prompt + run.config.rollouts.max_completion_tokens
+    if longest > run.arch.max_positions:
+        raise UserError(
+            f"the longest prompt ({run.longest_prompt} tokens) with rollouts.max_completion_tokens="
+            f"{run.config.rollouts.max_completion_tokens} is longer than the model's {run.arch.max_positions} "
+            "positions; lower that, or data.max_prompt_tokens"
+        )
+    write_text(run.dir / "config.yaml", strict_yaml.dump(run.config))
+
+
+def profile_of(run: Run) -> profiling.Profile:
+    source = Path(run.config.profile.reuse or run.dir)
+    if not profiling.is_complete(source):
+        raise UserError(f"{source}: has no complete profile; run `python -m sgpo_jax.launch profile` first")
+    return profiling.read_profile(source, run.loaded.queries, run.profile_identity)
+
+
+def read_evaluations(run: Run) -> dict[str, dict[str, Any]]:
+    """What eval/*.json hold, by name: initial, the steps in order, final."""
+    files = sorted((run.dir / "eval").glob("*.json"), key=lambda path: (path.stem == FINAL, path.stem != INITIAL, path))
+    return {path.stem: read_json(path) for path in files}
