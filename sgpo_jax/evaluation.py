@@ -105,7 +105,7 @@ def summary(scores: Mapping[str, SetScore]) -> dict[str, float]:
         if score.avg is None:
             continue
         metrics[f"eval/{name}/avg"] = score.avg.mean
-        metrics[f"eval/{name}/pass"] = max(score.pass_at.values(), default=0.0)
+        metrics |= {f"eval/{name}/pass@{k}": share for k, share in score.pass_at.items()}
         metrics[f"eval/{name}/majority"] = score.majority
     return metrics
 

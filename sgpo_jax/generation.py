@@ -11,6 +11,7 @@ from sgpo_jax.data.templates import load_tokenizer, stop_token_ids
 from sgpo_jax.files import read_jsonl
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
 from sgpo_jax.rollouts.jax_engine import JaxEngine
+from sgpo_jax.telemetry import progress
 from sgpo_jax.types import Completion, GroupRequest, Purpose, Query, SamplingParams, UserError
 
 
@@ -58,7 +59,11 @@ def generate(model_path: str, prompts: Sequence[str], options: GenerateOptions) 
     )
     sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p)
     requests = [GroupRequest(query, options.num, Purpose.EVALUATE) for query in queries]
-    found = {group.request.query.query_id: group for group in engine.generate(requests, sampling)}
+    found = {}
+    with progress("generate", len(requests)) as bar:
+        for group in engine.generate(requests, sampling):
+            found[group.request.query.query_id] = group
+            bar.advance()
     for query in queries:
         completions = found[query.query_id].completions
         yield {"prompt": query.question, "completions": [_row(tokenizer, completion) for completion in completions]}

@@ -91,7 +91,7 @@ def _walk(section: type[Section], prefix: str) -> Any:
 def _keys_of(root: type[Section], location: Sequence[Any]) -> list[str]:
     section = root
     for part in location:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in section.model_fields:  # else a name of the user's own
             child = _section_of(section.model_fields[part].annotation)
             section = child or section
     return list(section.model_fields)
@@ -145,7 +145,7 @@ def _explain(root: type[Section], error: ValidationError, where: str, origins: d
     # pydantic inserts tags of unions into the location; keys and indices are what a user wrote.
     location = [part for part in problem["loc"] if not (isinstance(part, str) and "[" in part)]
     key = ".".join(str(part) for part in location)
-    origin = next((text for name, text in origins.items() if key == name or key.startswith(f"{name}.")), where)
+    origin = next((text for name, text in origins.items() if _is_within(key, name) or _is_within(name, key)), where)
     more = len(error.errors()) - 1
     suffix = f" (and {more} more)" if more else ""
     if problem["type"] == "extra_forbidden":
@@ -156,6 +156,10 @@ def _explain(root: type[Section], error: ValidationError, where: str, origins: d
         return f"{origin}: {_one_line(problem['msg'].removeprefix('Value error, '))}{suffix}"
     allowed = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{origin}: {key}={_short(problem['input'])}: allowed is {_one_line(allowed)}{suffix}"
+
+
+def _is_within(key: str, parent: str) -> bool:
+    return key == parent or key.startswith(f"{parent}.")
 
 
 def _suggest(root: type[Section], location: Sequence[Any]) -> str:

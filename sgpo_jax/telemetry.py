@@ -64,6 +64,7 @@ class _LiveBar:
 class _PlainBar:
     def __init__(self, title: str, total: int | None, done: int) -> None:
         self._title, self._total, self._done, self._note = title, total, done, ""
+        self._printed_at: int | None = None  # what was done when the last line was printed
         self._start = self._printed = time.monotonic()
 
     def advance(self, amount: int = 1, note: str = "") -> None:
@@ -73,10 +74,11 @@ class _PlainBar:
             self._print()
 
     def finish(self) -> None:
-        self._print()
+        if self._printed_at != self._done:
+            self._print()
 
     def _print(self) -> None:
-        self._printed = time.monotonic()
+        self._printed, self._printed_at = time.monotonic(), self._done
         of = f"/{self._total}" if self._total is not None else ""
         say(f"{self._title}: {self._done}{of} after {self._printed - self._start:.0f} s  {self._note}".rstrip())
 

@@ -42,6 +42,7 @@ def test_overrides_reach_every_depth(file):
             "learning_rate=1",
             "override 'learning_rate=1': unknown key learning_rate=1: did you mean train.optimizer.learning_rate?",
         ),
+        ("foo.bar=1", "override 'foo.bar=1': unknown key foo="),
         ("train.epochs=x", "override 'train.epochs=x': train.epochs='x': allowed is a valid integer"),
         ("train.epochs=0", "override 'train.epochs=0': train.epochs=0: allowed is greater than or equal to 1"),
         ("train.epochs=1.5", "train.epochs=1.5: allowed is a valid integer"),

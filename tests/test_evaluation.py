@@ -30,4 +30,4 @@ def test_nothing_judged_has_no_score():
 
 def test_summary_names_set_and_figure():
     metrics = summary({"s": score_set(groups([True, False]), 2, seed=0)})
-    assert metrics == {"eval/s/avg": 0.5, "eval/s/pass": 1.0, "eval/s/majority": 0.5}
+    assert metrics == {"eval/s/avg": 0.5, "eval/s/pass@1": 0.5, "eval/s/pass@2": 1.0, "eval/s/majority": 0.5}

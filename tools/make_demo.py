@@ -45,7 +45,7 @@ ARCH = Architecture(
     num_layers=3,
     model_dim=64,
     num_heads=2,  # two heads of 32: the narrowest that vLLM serves on CPU
-    num_kv_heads=1,
+    num_kv_heads=2,
     head_dim=32,
     mlp_dim=192,
     rope_theta=1e4,
@@ -79,7 +79,7 @@ class Variant:
     queries: task.QueryMix
 
 
-_FIRST_STAGE = Stage(num_steps=4680, learning_rate=2e-3, style=task.CAREFUL)
+_FIRST_STAGE = Stage(num_steps=6400, learning_rate=2e-3, style=task.CAREFUL)
 VARIANTS = {
     # Ends in a sloppier style, which training can put right: the demo.
     "sloppy": Variant((_FIRST_STAGE, Stage(400, 1e-3, task.SLOPPY)), task.HARD_WHEN_DEEP),
