@@ -3,7 +3,7 @@
     python tools/make_demo.py                                        # what sgpo_jax/demo holds
     python tools/make_demo.py --variant careful --seed 1 --out DIR   # the start of a study of its own
 
-Takes about 3 minutes on two cores. Writes OUT/model (a Hugging Face directory), OUT/train.jsonl and OUT/heldout.jsonl.
+Takes about 7 minutes on two cores. Writes OUT/model (a Hugging Face directory), OUT/train.jsonl and OUT/heldout.jsonl.
 A held-out expression is neither shown in a demonstration nor asked in training. On one machine a seed always gives the
 same files.
 """

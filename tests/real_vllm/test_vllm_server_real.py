@@ -205,7 +205,10 @@ def test_an_option_that_vllm_does_not_know_is_an_error_with_its_words(directory,
     options = {"command": COMMAND, "platform": "cpu", "extra_args": ["--no-such-option"]}
     config = make_config(rollouts={"engine": "vllm", "max_completion_tokens": 4}, vllm=options)
     params = nnx.state(make_model(directory, 0))
-    with pytest.raises(MachineError, match=r"ended before it was healthy; .*unrecognized arguments: --no-such-option"):
+    with pytest.raises(
+        MachineError,
+        match=r"ended before it was healthy \(error: unrecognized arguments: --no-such-option\); .*vllm.log ends with",
+    ):
         make_vllm_engine(
             config,
             read_architecture(directory),
