@@ -1,12 +1,13 @@
 """Orbax checkpoints of a run (train state and everything on the host), and of bare weights. Pytrees only, no pickle."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from sgpo_jax.types import MachineError, UserError
@@ -107,31 +108,51 @@ def abstract_like(arrays: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), arrays)
 
 
-def save_weights(directory: Path, params: Any) -> None:
-    """Write bare parameters as an Orbax checkpoint inside `directory`."""
-    with _storage_errors(directory):
-        ocp.save_checkpointables(directory.absolute() / WEIGHTS, {"params": params})
+def save_weights(directory: Path, parts: Iterable[Mapping[str, Any]]) -> None:
+    """Write named arrays as one Orbax checkpoint inside `directory`, and hold one part of them at a time."""
+    options = ocp.Context()
+    options.array.saving.use_compression = False  # weights are noise to it
+    path = directory.absolute() / WEIGHTS
+    host = jax.local_devices(backend="cpu")[0]  # Orbax is slower with NumPy's arrays
+    with _storage_errors(directory), options:
+        for part in parts:
+            arrays = jax.device_put(dict(part), host)
+            del part  # else there are two copies during the save, and the last part while the next is read
+            ocp.partial.save(path, arrays)
+            del arrays
+        ocp.partial.finalize(path)
 
 
 def is_weights(directory: Path) -> bool:
     """Whether `directory` holds what `save_weights` wrote."""
-    return (directory / WEIGHTS / "params").is_dir()
+    return (directory / WEIGHTS).is_dir()
 
 
-def saved_dtype(directory: Path) -> Any:
-    """The one type of all the weights that `save_weights` wrote. Raises UserError where they are of several."""
-    with _storage_errors(directory):
-        metadata = ocp.checkpointables_metadata(directory.absolute() / WEIGHTS).metadata["params"]
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(metadata)}
-    if len(dtypes) != 1:
-        raise UserError(f"{directory}: weights of several types: {sorted(map(str, dtypes))}")
-    return dtypes.pop()
+class Weights:
+    """What `save_weights` wrote, to be read by name."""
 
+    def __init__(self, directory: Path) -> None:
+        self._path = directory.absolute() / WEIGHTS
+        with _storage_errors(directory):
+            self._abstract = dict(ocp.metadata(self._path).metadata)
 
-def load_weights(directory: Path, abstract_params: Any) -> Any:
-    """Read what `save_weights` wrote."""
-    with _storage_errors(directory):
-        return ocp.load_checkpointables(directory.absolute() / WEIGHTS, {"params": abstract_params})["params"]
+    @property
+    def dtype(self) -> Any:
+        """The one type of all of them. Raises UserError where they are of several."""
+        dtypes = {array.dtype for array in self._abstract.values()}
+        if len(dtypes) != 1:
+            raise UserError(f"{self._path}: weights of several types: {sorted(map(str, dtypes))}")
+        return dtypes.pop()
+
+    def read(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Raises UserError where one of them is not there."""
+        if missing := [name for name in names if name not in self._abstract]:
+            raise UserError(f"{self._path}: {missing[0]} is missing")
+        options = ocp.Context()
+        options.pytree.loading.partial_load = True
+        with _storage_errors(self._path), options:
+            found = ocp.load(self._path, {name: self._abstract[name] for name in names})
+        return [np.asarray(found.pop(name)) for name in names]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 FAULTS = ("fail_completion", "refuse_completion", "hang_completion", "cut_completion", "die_completion", "drop_sample")
-FAULTS += ("fail_reload", "forget_reload", "fail_reset")
+FAULTS += ("fail_reload", "forget_reload", "fail_reset", "fail_sleep", "hang_sleep", "fail_wake")
 
 
 class State:
@@ -32,6 +32,7 @@ class State:
         self.calls: list[str] = []
         self.requests: list[dict] = []
         self.paused = False
+        self.asleep = False
         self.cache: dict = {}
         self.lock = threading.Lock()
         self.healthy_at = time.monotonic() + float(os.environ.get("FAKE_START_DELAY", "0"))
@@ -93,7 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.answer({}, 200 if time.monotonic() >= state.healthy_at else 503)
         elif self.path == "/fake":
-            self.answer({"calls": state.calls, "requests": state.requests, "paused": state.paused})
+            what = {"calls": state.calls, "requests": state.requests, "paused": state.paused, "asleep": state.asleep}
+            self.answer(what)
         elif self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
             self.answer({"error": "Unauthorized"}, 401)
         elif self.path == "/version":
@@ -107,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         state = self.state
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else {}
-        path = self.path.partition("?")[0]
+        path, _, self.query = self.path.partition("?")
         if path == "/fake":
             state.faults |= body
             self.answer({})
@@ -122,15 +124,35 @@ class Handler(BaseHTTPRequestHandler):
             "/pause": lambda _: self.pause(True),
             "/resume": lambda _: self.pause(False),
             "/reset_prefix_cache": self.reset,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
         }[path](body)
 
     def pause(self, paused: bool) -> None:
         self.state.paused = paused
         self.answer({"status": "ok"})
 
+    def sleep(self, _: dict) -> None:
+        fails = "--enable-sleep-mode" not in sys.argv or self.query != "level=1&mode=wait"
+        if self.state.strikes("hang_sleep"):
+            time.sleep(60)
+        if fails or self.state.strikes("fail_sleep"):
+            self.answer({"error": "sleep failed"}, 500)
+            return
+        self.state.asleep = True
+        self.state.cache.clear()
+        self.answer({"status": "sleeping"})
+
+    def wake_up(self, _: dict) -> None:
+        if self.state.strikes("fail_wake"):
+            self.answer({"error": "wake failed"}, 500)
+            return
+        self.state.asleep = False
+        self.answer({"status": "awake"})
+
     def reload(self, body: dict) -> None:
         assert body["method"] == "reload_weights"
-        if not self.state.paused or self.state.strikes("fail_reload"):
+        if not self.state.paused or self.state.asleep or self.state.strikes("fail_reload"):
             self.answer({"error": "reload failed"}, 500)
             return
         if not self.state.strikes("forget_reload"):
@@ -145,6 +167,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, body: dict) -> None:
         state = self.state
+        if state.asleep:  # the real one would not answer before it wakes
+            self.answer({"error": "asleep"}, 500)
+            return
         if body.get("prompt_logprobs") is not None:
             ids = body["prompt"]
             found = [{str(b): {"logprob": float(state.logprobs(a, 1.0)[b])}} for a, b in pairwise(ids)]

@@ -1,13 +1,15 @@
 """Throughput of the vLLM engine against a bare load generator, on the same server and the same requests, in turns.
 
-    python tools/bench_rollouts.py sgpo_jax/demo/model --platform cpu
+    VLLM_CPU_OMP_THREADS_BIND=nobind python tools/bench_rollouts.py sgpo_jax/demo/model --platform cpu
     python tools/bench_rollouts.py Qwen2.5-Math-7B --max-tokens 1024 --dtype bfloat16 --prompt-tokens 200
 
 Prompts are random tokens. The bare generator posts bodies made beforehand and counts tokens; the engine does all it
-does in a run: seeds, checks of every answer, arrays, groups. Prints tokens a second of each round and the ratio.
+does in a run: seeds, checks of every answer, arrays, groups. Both ask for the same completions, by turns first and
+second. Prints tokens a second of each, and the ratio of each pair; the first pair, which warms up, does not count.
 """
 
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -22,9 +24,13 @@ from sgpo_jax.config import parse_config
 from sgpo_jax.data.templates import load_tokenizer, stop_token_ids
 from sgpo_jax.models.architecture import read_architecture
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
+from sgpo_jax.rollouts.engine import sample_seed
+from sgpo_jax.rollouts.placement import claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
 from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
 from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams
+
+RUN_SEED = 0
 
 
 @click.command(help=__doc__)
@@ -46,30 +52,31 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         engine = start(model_dir, platform, dtype, prompts, max_tokens, Path(directory) / "vllm.log")
         try:
-            figures = {"engine": [], "bare": []}
-            for visit in range(rounds + 1):  # the first warms up
-                for name, rate in (("engine", engine_rate), ("bare", bare_rate)):
-                    figures[name].append(rate(engine, prompts, num, max_tokens, visit))
-                    print(f"round {visit} {name:6} {figures[name][-1]:9.0f} tokens/s", flush=True)
+            ratios = [pair(engine, prompts, num, max_tokens, visit) for visit in range(rounds + 1)][1:]
         finally:
             engine.close()
-    ours, bare = (float(np.median(figures[name][1:])) for name in ("engine", "bare"))
-    print(f"median: engine {ours:.0f} tokens/s, bare load generator {bare:.0f} tokens/s, ratio {ours / bare:.3f}")
+    print(f"engine / bare load generator: {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 def start(
     model_dir: Path, platform: str, dtype: str, prompts: list[tuple[int, ...]], max_tokens: int, log: Path
 ) -> VLLMEngine:
+    gpus = num_gpus(os.environ)
+    one = {"memory_frac": 0.45} if platform == "cuda" and gpus == 1 else {}
     config = parse_config(
         {
             "run_dir": "unused",
+            "seed": RUN_SEED,
             "model": {"path": str(model_dir), "compute_dtype": dtype, "remat": "none"},
             "data": {"train": [{"path": "unused"}]},
             "rollouts": {"engine": "vllm", "max_completion_tokens": max_tokens},
-            "vllm": {"platform": platform},
+            "vllm": {"platform": platform, "placement": "shared" if one else "split", **one},
+            "mesh": one,
         },
         where="benchmark",
     )
+    config = place(config, gpus)
+    claim(config.mesh)
     model = load_model(model_dir, compute_dtype=dtype, remat="none")
     stop_ids = stop_token_ids(model_dir, load_tokenizer(model_dir))
     params = nnx.state(model)
@@ -90,36 +97,48 @@ def query(number: int, prompt_ids: tuple[int, ...]) -> Query:
     return Query(f"q{number}", "", "", "exact", "benchmark", "", prompt_ids)
 
 
-def engine_rate(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
-    wanted = [GroupRequest(query(i, ids), num, Purpose.TRAIN, visit) for i, ids in enumerate(prompts)]
-    began = time.monotonic()
-    groups = list(engine.generate(wanted, SamplingParams(max_tokens)))
-    seconds = time.monotonic() - began
-    return sum(len(c.token_ids_C) for group in groups for c in group.completions) / seconds
+def pair(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
+    """The engine's rate over the bare generator's, on requests that differ from visit to visit."""
+    requests = [GroupRequest(query(i, ids), num, Purpose.TRAIN, visit) for i, ids in enumerate(prompts)]
+    loads = [("engine", by_engine), ("bare", bare)]
+    rates, counts = {}, set()
+    for name, load in loads if visit % 2 else loads[::-1]:
+        began = time.monotonic()
+        count = load(engine, requests, max_tokens)
+        rates[name] = count / (time.monotonic() - began)
+        counts.add(count)
+        print(f"pair {visit} {name:6} {rates[name]:9.0f} tokens/s, {count} tokens", flush=True)
+    if len(counts) > 1:
+        print("the two drew different completions: the ratio is between unlike loads")
+    return rates["engine"] / rates["bare"]
 
 
-def bare_rate(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
+def by_engine(engine: VLLMEngine, requests: list[GroupRequest], max_tokens: int) -> int:
+    groups = engine.generate(requests, SamplingParams(max_tokens))
+    return sum(len(completion.token_ids_C) for group in groups for completion in group.completions)
+
+
+def bare(engine: VLLMEngine, requests: list[GroupRequest], max_tokens: int) -> int:
     [replica] = engine._replicas
-    rng = np.random.default_rng(visit)
     bodies = [
         {
             "model": "policy",
-            "prompt": list(ids),
-            "n": num,
+            "prompt": list(request.query.prompt_ids),
+            "n": request.num_samples,
             "max_tokens": max_tokens,
             "temperature": 1.0,
-            "seed": int(rng.integers(2**62)),
+            "seed": sample_seed(RUN_SEED, request, 0) >> 1,  # as the engine has it
             "stop_token_ids": list(engine._stop_ids),
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
+            "cache_salt": engine._target.salt,
         }
-        for ids in prompts
+        for request in requests
     ]
     headers = {"Authorization": f"Bearer {replica.server.key}"}
-    began = time.monotonic()
-    count = asyncio.run(post_all(replica.client.url, headers, bodies, engine._config.max_in_flight // num))
-    return count / (time.monotonic() - began)
+    at_once = engine._config.max_in_flight // requests[0].num_samples
+    return asyncio.run(post_all(replica.client.url, headers, bodies, at_once))
 
 
 async def post_all(url: str, headers: dict[str, str], bodies: list[dict[str, Any]], at_once: int) -> int:

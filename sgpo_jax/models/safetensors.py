@@ -1,11 +1,13 @@
 """Weights in and out as Hugging Face directories: read slice by slice, refused by name, written shard by shard."""
 
+import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,18 @@ from huggingface_hub import snapshot_download
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from sgpo_jax.files import new_directory, read_json, write_json, write_text
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.qwen import Remat, Transformer
-from sgpo_jax.models.sharding import check_divisible, weight_sharding
+from sgpo_jax.models.sharding import check_divisible, on_devices, weight_sharding
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
 from sgpo_jax.types import MachineError, UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_TYPES = ("F32", "BF16", "F16")
+_TYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 # What goes with the weights from directory to directory, besides config.json.
 COMPANIONS = (
@@ -119,34 +121,110 @@ def export_model(
     """Write `params` as a Hugging Face directory, whole or not at all; all processes call it, process 0 writes.
 
     Configuration (with `dtype` in it), generation configuration, tokenizer and chat template come from `source_dir`.
-    Each tensor is gathered alone, and the host holds one shard of at most max_shard_bytes (or one tensor) at a time.
+    Each tensor is gathered alone, and the host holds that one and the next.
     extra_files: further files by name, text. overwrite: replace an out_dir that exists.
     Raises UserError where out_dir exists and is not to be replaced, or source_dir is another model.
     """
     if read_architecture(source_dir) != arch:
         raise UserError(f"{source_dir / 'config.json'}: not the configuration of the model to be exported to {out_dir}")
     arrays = dict(nnx.to_flat_state(nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else params))
+
+    def gathered(tensors: Sequence[_Tensor]) -> Iterator[np.ndarray]:
+        for weight, own in groupby(tensors, key=lambda tensor: tensor.weight):
+            array = on_devices(arrays[weight.path][...])
+            for tensor in own:
+                yield _gather(tensor, array, dtype)
+
     shards = _plan_shards(arch, jnp.dtype(dtype).itemsize, max_shard_bytes)
-
-    def gathered() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        for file, tensors in shards.items():
-            yield file, {t.name: _gather(t, arrays[t.weight.path][...], dtype) for t in tensors}
-
     if jax.process_index() != 0:
-        for _ in gathered():
-            pass
+        for tensors in shards.values():
+            for _ in gathered(tensors):
+                pass
         return
+    _write_shards(shards, gathered, source_dir, out_dir, dtype, extra_files or {}, overwrite=overwrite)
+
+
+def write_tensors(
+    read: Callable[[Sequence[str]], Sequence[np.ndarray]],
+    source_dir: Path,
+    out_dir: Path,
+    *,
+    dtype: jax.typing.DTypeLike,
+    max_shard_bytes: int,
+    max_part_bytes: int,
+) -> None:
+    """`export_model` for tensors that `read` gives by their Hugging Face names, max_part_bytes of them at a time."""
+    itemsize = jnp.dtype(dtype).itemsize
+
+    def cast(tensors: Sequence[_Tensor]) -> Iterator[np.ndarray]:
+        for part in _partition(tensors, itemsize, max_part_bytes):
+            for value in read([tensor.name for tensor in part]):
+                yield value.astype(dtype, copy=False)
+
+    shards = _plan_shards(read_architecture(source_dir), itemsize, max_shard_bytes)
+    _write_shards(shards, cast, source_dir, out_dir, dtype, {}, overwrite=False)
+
+
+def read_tensors(
+    model_dir: Path, arch: Architecture, *, dtype: jax.typing.DTypeLike, max_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """The tensors of a Hugging Face directory, by name, a few at a time: of max_bytes together, or a larger one alone.
+
+    Raises what `load_params` raises.
+    """
+    with _open_checkpoint(model_dir) as tensors:
+        _check_tensors(model_dir, arch, tensors)
+    for part in _plan_shards(arch, jnp.dtype(dtype).itemsize, max_bytes).values():
+        yield _read_part(model_dir, part, jnp.dtype(dtype))
+
+
+def _read_part(model_dir: Path, part: Sequence["_Tensor"], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """From files that are closed again: what was read of an open one would stay in this process's memory."""
+    with _open_checkpoint(model_dir) as tensors:
+        return {tensor.name: tensors[tensor.name][...].astype(dtype, copy=False) for tensor in part}
+
+
+def _write_shards(
+    shards: Mapping[str, Sequence["_Tensor"]],
+    read: Callable[[Sequence["_Tensor"]], Iterable[np.ndarray]],
+    source_dir: Path,
+    out_dir: Path,
+    dtype: jax.typing.DTypeLike,
+    extra_files: Mapping[str, str],
+    *,
+    overwrite: bool,
+) -> None:
     with new_directory(out_dir, overwrite=overwrite) as directory:
-        for file, tensors in gathered():
+        for file, tensors in shards.items():
             try:
-                save_file(tensors, directory / file, metadata={"format": "pt"})
-            except SafetensorError as error:  # how it reports a full disk
-                raise MachineError(f"{out_dir}: {file} cannot be written: {error}") from error
+                _write_file(directory / file, tensors, read(tensors), jnp.dtype(dtype))
+            except OSError as error:
+                raise MachineError(f"{out_dir}: {file} cannot be written: {error.strerror}") from error
         if len(shards) > 1:
             _write_index(directory, shards, jnp.dtype(dtype).itemsize)
         copy_companions(source_dir, directory, str(jnp.dtype(dtype)))
-        for name, text in (extra_files or {}).items():
+        for name, text in extra_files.items():
             write_text(directory / name, text)
+
+
+def _write_file(path: Path, tensors: Sequence["_Tensor"], values: Iterable[np.ndarray], dtype: np.dtype) -> None:
+    """One safetensors file, written value by value: the library's own writer wants to have them all in memory.
+
+    Its format is the length of the header (64 bits, little-endian), the header as JSON, and the values in their order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes(dtype.itemsize)
+        shape = list(tensor.weight.hf_shape)
+        header[tensor.name] = {"dtype": _TYPE_NAMES[str(dtype)], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that values are aligned in a mapped file
+    with path.open("xb") as sink:
+        sink.write(len(text).to_bytes(8, "little") + text)
+        for tensor, value in zip(tensors, values, strict=True):
+            assert (value.shape, value.dtype) == (tensor.weight.hf_shape, dtype), tensor.name
+            sink.write(np.ascontiguousarray(value).view(np.uint8).data)
 
 
 @contextmanager
@@ -241,17 +319,24 @@ class _Tensor:
 
 def _plan_shards(arch: Architecture, itemsize: int, max_shard_bytes: int) -> dict[str, list[_Tensor]]:
     """Which tensors go into which file: filled in the order of the table; a larger tensor has a file of its own."""
-    shards: list[list[_Tensor]] = []
-    free = 0
-    for tensor in (_Tensor(name, w, layer) for w in weight_table(arch) for layer, name in enumerate(_hf_names(w))):
-        if not shards or tensor.num_bytes(itemsize) > free:
-            shards.append([])
-            free = max_shard_bytes
-        shards[-1].append(tensor)
-        free -= tensor.num_bytes(itemsize)
+    tensors = [_Tensor(name, w, layer) for w in weight_table(arch) for layer, name in enumerate(_hf_names(w))]
+    shards = _partition(tensors, itemsize, max_shard_bytes)
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+
+
+def _partition(tensors: Iterable[_Tensor], itemsize: int, max_bytes: int) -> list[list[_Tensor]]:
+    """In their order, each part filled up to max_bytes; a larger tensor is a part of its own."""
+    parts: list[list[_Tensor]] = []
+    free = 0
+    for tensor in tensors:
+        if not parts or tensor.num_bytes(itemsize) > free:
+            parts.append([])
+            free = max_bytes
+        parts[-1].append(tensor)
+        free -= tensor.num_bytes(itemsize)
+    return parts
 
 
 def _gather(tensor: _Tensor, stacked: jax.Array, dtype: jax.typing.DTypeLike) -> np.ndarray:
@@ -261,7 +346,7 @@ def _gather(tensor: _Tensor, stacked: jax.Array, dtype: jax.typing.DTypeLike) ->
     return np.ascontiguousarray(whole.T if tensor.weight.transpose else whole)
 
 
-def _write_index(directory: Path, shards: Mapping[str, list[_Tensor]], itemsize: int) -> None:
+def _write_index(directory: Path, shards: Mapping[str, Sequence[_Tensor]], itemsize: int) -> None:
     placed = [(tensor, file) for file, tensors in shards.items() for tensor in tensors]
     total = sum(tensor.num_bytes(itemsize) for tensor, _ in placed)
     weight_map = {tensor.name: file for tensor, file in placed}

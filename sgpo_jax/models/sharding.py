@@ -1,7 +1,8 @@
 """Where arrays live: one table from logical axis names to the axes of the device mesh."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -98,3 +99,48 @@ def num_batch_shards() -> int:
 def _num_shards(mesh: AbstractMesh, rule: str | tuple[str, ...] | None) -> int:
     axes = (rule,) if isinstance(rule, str) else rule or ()
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+_PARKED = "pinned_host"
+
+
+def park(arrays: Any) -> Any:
+    """A pytree with its arrays in the host's memory, pinned there, and none of them on its devices any more.
+
+    Scalars stay where they are. No program works on such arrays: `unpark` brings them back.
+    """
+    return _move(arrays, is_due=lambda array: not _is_parked(array), kind=lambda _: _PARKED)
+
+
+def unpark(arrays: Any) -> Any:
+    """A pytree with its parked arrays back on their devices, and no longer in the host's memory."""
+    return _move(arrays, is_due=_is_parked, kind=_device_memory)
+
+
+def on_devices(array: jax.Array) -> jax.Array:
+    """A copy on its devices of an array that is parked; any other as it is."""
+    return _with_memory(array, _device_memory(array)) if _is_parked(array) else array
+
+
+def _move(arrays: Any, is_due: Callable[[jax.Array], bool], kind: Callable[[jax.Array], str]) -> Any:
+    """A pytree whose due arrays are in another kind of memory; the old ones are deleted, whoever else holds them."""
+    old = [array for array in jax.tree.leaves(arrays) if array.ndim and is_due(array)]
+    new = jax.block_until_ready([_with_memory(array, kind(array)) for array in old])
+    replaced = {id(array): copy for array, copy in zip(old, new, strict=True)}
+    arrays = jax.tree.map(lambda array: replaced.get(id(array), array), arrays)
+    for array in old:
+        array.delete()
+    return arrays
+
+
+def _with_memory(array: jax.Array, kind: str) -> jax.Array:
+    return jax.device_put(array, array.sharding.with_memory_kind(kind))
+
+
+def _is_parked(array: jax.Array) -> bool:
+    return array.sharding.memory_kind == _PARKED
+
+
+def _device_memory(array: jax.Array) -> str:
+    device: Any = next(iter(array.sharding.device_set))  # whose type says less than it has
+    return device.default_memory().kind

@@ -131,6 +131,14 @@ class VLLMClient:
             raise ServerError(f"{self.url}: the cache of prompts could not be reset")
         await self._call("POST", "/resume", None, _ANSWER_S)
 
+    async def sleep(self, limit_s: float) -> None:
+        """Move the weights off the devices and give up the cache of prompts, once nothing is being answered."""
+        await self._call("POST", "/sleep?level=1&mode=wait", None, limit_s)
+
+    async def wake_up(self, limit_s: float) -> None:
+        """The end of `sleep`. What it then has for weights is to be loaded anew."""
+        await self._call("POST", "/wake_up", None, limit_s)
+
     async def _call(self, method: str, path: str, body: Any, limit_s: float) -> Any:
         try:
             response = await self._http.request(method, path, json=body, timeout=limit_s)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sgpo_jax.config import VLLMConfig
 from sgpo_jax.rollouts import vllm_guard, vllm_watchdog
+from sgpo_jax.rollouts.placement import visible_devices
 from sgpo_jax.types import MachineError, UserError
 
 _HOST = "127.0.0.1"
@@ -123,7 +124,7 @@ class VLLMServer:
             "--max-num-seqs": config.max_num_seqs,
             "--max-num-batched-tokens": max(config.max_batched_tokens, self._max_model_len),
             "--tensor-parallel-size": config.tensor_parallel,
-            "--data-parallel-size": config.data_parallel,
+            "--data-parallel-size": config.data_parallel or 1,
             "--generation-config": "vllm",  # else the model's own top_k and temperature apply unasked
             "--logprobs-mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
             "--middleware": "vllm_guard.Guard",
@@ -133,6 +134,8 @@ class VLLMServer:
             arguments["--gpu-memory-utilization"] = config.memory_frac
         # On CPUs vLLM (0.32, 0.33) dies of a seeded request whose prompt is read in several pieces.
         flags = ["--enforce-eager", "--no-enable-chunked-prefill"] if config.platform == "cpu" else []
+        if config.placement == "shared":
+            flags.append("--enable-sleep-mode")
         return [*(str(part) for pair in arguments.items() for part in pair), *flags, *config.extra_args]
 
     def _environment(self) -> dict[str, str]:
@@ -149,7 +152,7 @@ class VLLMServer:
         if self._config.platform == "cpu":
             own["VLLM_CPU_KVCACHE_SPACE"] = str(self._config.kv_cache_gib)
         if self._config.devices:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._config.devices))
+            own["CUDA_VISIBLE_DEVICES"] = visible_devices(self._config.devices, os.environ)
         return {**os.environ, **own, **self._config.env}
 
 

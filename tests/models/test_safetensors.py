@@ -1,5 +1,7 @@
 import json
+import resource
 import shutil
+import weakref
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,8 +11,15 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from sgpo_jax.models.architecture import read_architecture
-from sgpo_jax.models.safetensors import export_model, load_model, load_params, resolve_model_dir
-from sgpo_jax.types import UserError
+from sgpo_jax.models.safetensors import (
+    export_model,
+    load_model,
+    load_params,
+    read_tensors,
+    resolve_model_dir,
+    write_tensors,
+)
+from sgpo_jax.types import MachineError, UserError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "models"
 MODELS = sorted(path.name for path in FIXTURES.iterdir())
@@ -111,20 +120,46 @@ def test_older_readers_find_the_type_under_its_older_name(keys, written, tmp_pat
     assert {key: exported[key] for key in exported if "dtype" in key} == dict.fromkeys(written, "bfloat16")
 
 
-def test_a_failing_export_leaves_nothing(tmp_path, monkeypatch):
-    calls = []
-
-    def fail_at_second(tensors, file, metadata):
-        calls.append(file)
-        if len(calls) == 2:
-            raise OSError("no space left on device")
-        save_file(tensors, file, metadata)
-
-    monkeypatch.setattr("sgpo_jax.models.safetensors.save_file", fail_at_second)
-    with pytest.raises(OSError, match="no space left"):
-        export(FIXTURES / "qwen3", tmp_path / "out", max_shard_bytes=9_000)
-    assert len(calls) == 2
+def test_a_failing_export_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # stands for a full disk
+    try:
+        with pytest.raises(MachineError, match=r"out: model-.* cannot be written: File too large"):
+            export(FIXTURES / "qwen3", tmp_path / "out", max_shard_bytes=9_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_are_read_in_parts_of_a_bounded_size(tmp_path):
+    source, arch = FIXTURES / "qwen3", read_architecture(FIXTURES / "qwen3")
+    parts = list(read_tensors(source, arch, dtype="float32", max_bytes=9_000))
+    assert len(parts) > 2
+    assert all(len(part) == 1 or sum(x.nbytes for x in part.values()) <= 9_000 for part in parts)
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert found.keys() == all_tensors(source).keys()
+    assert all(np.array_equal(found[name], tensor) for name, tensor in all_tensors(source).items())
+
+
+def test_a_part_is_let_go_before_the_next_is_read(tmp_path):
+    tensors, given = all_tensors(FIXTURES / "qwen3"), []
+
+    def read(names):
+        assert sum(reference() is not None for reference in given) <= 1, "the last tensor of the part before"
+        copies = [tensors[name].copy() for name in names]
+        assert len(copies) == 1 or sum(copy.nbytes for copy in copies) <= 9_000
+        given.extend(map(weakref.ref, copies))
+        num_read.append(len(names))
+        return copies
+
+    num_read: list[int] = []
+    options = {"dtype": "float32", "max_shard_bytes": 30_000, "max_part_bytes": 9_000}
+    write_tensors(read, FIXTURES / "qwen3", tmp_path / "out", **options)
+    assert sum(num_read) == len(tensors)
+    assert max(num_read) > 1
+    written = all_tensors(tmp_path / "out")
+    assert written.keys() == tensors.keys()
+    assert all(np.array_equal(written[name], tensor) for name, tensor in tensors.items())
 
 
 def test_export_refuses_an_existing_directory_and_another_models_configuration(tmp_path):

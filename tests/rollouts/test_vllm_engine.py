@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ def test_syncs_that_fail_in_a_row_end_the_run(tmp_path):
         list(engine.generate(requests_for(2), SAMPLING))
         ask_fake(server_of(engine).url, forget_reload=1)
         with pytest.raises(
-            MachineError, match=r"2 failures of a sync in a row .* off by \d\.\d+e[+-]\d+, allowed is 1e"
+            MachineError, match=r"2 failures of a sync in a row .* off by up to \d\.\d+e[+-]\d+, .*allowed are 1e"
         ):
             update(engine, seed=2, version=2)
 
@@ -239,6 +240,16 @@ def test_a_wrong_probe_is_an_error_at_the_start(tmp_path):
         for probe in (other, nan):
             engine._target = dataclasses.replace(engine._target, probe=probe)
             with pytest.raises(MachineError, match="log-probs of the probe are off by"):
+                engine._run(engine._compare(engine._replicas[0]))
+
+
+def test_many_small_differences_are_an_error_too(tmp_path):
+    with fake_engine(tmp_path, probe_max_gap=1.0, probe_mean_gap=0.01) as engine:
+        right = engine._target.probe
+        for gap, is_right in ((0.005, True), (0.02, False)):
+            probe = dataclasses.replace(right, logprobs=tuple(logprobs + gap for logprobs in right.logprobs))
+            engine._target = dataclasses.replace(engine._target, probe=probe)
+            with nullcontext() if is_right else pytest.raises(MachineError, match=r"2\.00e-02 in the mean"):
                 engine._run(engine._compare(engine._replicas[0]))
 
 

@@ -13,7 +13,7 @@ import pytest
 from helpers import make_config
 from vllm_helpers import FAKE, ask_fake, fake_engine, server_of
 
-from sgpo_jax.rollouts.vllm_server import VLLMServer
+from sgpo_jax.rollouts.vllm_server import VLLMServer, _free_port
 from sgpo_jax.rollouts.vllm_watchdog import session_members
 from sgpo_jax.types import MachineError, UserError
 
@@ -161,6 +161,12 @@ def test_a_server_that_is_never_healthy_is_ended_at_the_limit(tmp_path):
     with pytest.raises(MachineError, match=r"was not healthy within vllm.start_time_limit_s=8; .* fake vLLM"):
         fake_engine(tmp_path, start_time_limit_s=8, env={"FAKE_START_DELAY": "60"}).__enter__()
     assert time.monotonic() - begun < 30
+
+
+def test_an_address_where_no_server_answers_is_named_at_the_limit(tmp_path):
+    url = f"http://127.0.0.1:{_free_port()}"
+    with pytest.raises(MachineError, match=rf"{url}: was not healthy within vllm.start_time_limit_s=1$"):
+        fake_engine(tmp_path, urls=[url], start_time_limit_s=1).__enter__()
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])

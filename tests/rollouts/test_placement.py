@@ -1,0 +1,128 @@
+"""Which GPUs go to whom, and what JAX and the server are told; the GPUs themselves are only numbers here."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+from helpers import make_config
+from jax._src import xla_bridge
+from jaxlib import xla_client
+
+from sgpo_jax.config import MeshConfig
+from sgpo_jax.rollouts.placement import claim, num_gpus, place, visible_devices
+from sgpo_jax.types import MachineError, UserError
+
+
+def placed(count, vllm=None, mesh=None, engine="vllm"):
+    config = place(make_config(rollouts={"engine": engine}, vllm=vllm or {}, mesh=mesh or {}), count)
+    return config.mesh.devices, config.vllm.devices, config.vllm.data_parallel
+
+
+@pytest.mark.parametrize(
+    ("count", "vllm", "mesh", "expected"),
+    [
+        (8, {}, {}, ((0, 1, 2, 3), (4, 5, 6, 7), 4)),
+        (8, {"tensor_parallel": 2}, {}, ((0, 1, 2, 3), (4, 5, 6, 7), 2)),
+        (3, {}, {}, ((0, 1), (2,), 1)),
+        (8, {"devices": [0, 5]}, {}, ((1, 2, 3, 4, 6, 7), (0, 5), 2)),
+        (4, {}, {"devices": [3]}, ((3,), (0, 1, 2), 3)),
+        (4, {"devices": [0]}, {"devices": [3]}, ((3,), (0,), 1)),
+    ],
+)
+def test_split_gives_each_its_own(count, vllm, mesh, expected):
+    assert placed(count, vllm, mesh) == expected
+
+
+SHARED = {"placement": "shared", "memory_frac": 0.45}
+
+
+@pytest.mark.parametrize(
+    ("count", "vllm", "mesh", "expected"),
+    [
+        (1, {}, {}, ((0,), (0,), 1)),
+        (4, {"tensor_parallel": 2}, {}, ((0, 1, 2, 3), (0, 1, 2, 3), 2)),
+        (4, {"devices": [1, 2]}, {}, ((1, 2), (1, 2), 2)),
+        (4, {}, {"devices": [3]}, ((3,), (3,), 1)),
+    ],
+)
+def test_shared_gives_both_the_same(count, vllm, mesh, expected):
+    assert placed(count, SHARED | vllm, {"memory_frac": 0.5} | mesh) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "vllm", "mesh", "message"),
+    [
+        (8, {"devices": [3, 4]}, {"devices": [4, 5]}, r"GPUs \[4\] are in mesh.devices and in vllm.devices"),
+        (1, {}, {}, "of 1 GPUs, 1 are left to the trainer and 0 to the server; .* or set vllm.placement=shared"),
+        (2, {"devices": [0, 1]}, {}, "0 are left to the trainer and 2 to the server"),
+        (4, {"devices": [4]}, {}, r"vllm.devices=\[4\]: this process sees 4 GPUs, numbered from 0"),
+        (4, {"devices": [1, 1]}, {}, r"vllm.devices=\[1, 1\]: names a GPU twice"),
+        (8, {"tensor_parallel": 3}, {}, "vllm.tensor_parallel=3 x vllm.data_parallel=1: the server has 4 GPUs"),
+        (8, {"data_parallel": 2}, {}, "vllm.data_parallel=2: the server has 4 GPUs"),
+        (1, SHARED, {}, "needs mesh.memory_frac, the shares"),
+        (1, {"placement": "shared"}, {}, "needs mesh.memory_frac and vllm.memory_frac"),
+        (1, SHARED, {"memory_frac": 0.6}, "mesh.memory_frac=0.6, vllm.memory_frac=0.45 are together more than"),
+        (2, SHARED | {"devices": [0]}, {"memory_frac": 0.5, "devices": [1]}, "must be the same"),
+        (0, SHARED, {"memory_frac": 0.5}, "of this process's 0 GPUs"),
+        (2, SHARED | {"urls": ["http://127.0.0.1:1"]}, {"memory_frac": 0.5}, "only with a server that the run starts"),
+        (2, SHARED | {"platform": "cpu"}, {"memory_frac": 0.5}, "only with a server that the run starts itself, on"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(count, vllm, mesh, message):
+    with pytest.raises(UserError, match=message):
+        placed(count, vllm, mesh)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "engine"),
+    [({"urls": ["http://127.0.0.1:1"]}, "vllm"), ({"platform": "cpu"}, "vllm"), ({}, "jax"), (SHARED, "jax")],
+)
+def test_without_a_server_on_gpus_nothing_is_placed(vllm, engine):
+    assert placed(0, vllm, engine=engine) == ((), (), None)
+
+
+def test_gpus_are_counted_without_cuda(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert num_gpus({}, tmp_path) == 3
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "4, 7"}, tmp_path) == 2
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+
+
+def test_numbers_count_among_the_gpus_that_this_process_sees():
+    assert visible_devices([0, 2], {}) == "0,2"
+    assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8d2e"}) == "4,GPU-8d2e"
+
+
+def test_jax_is_told_its_share_under_the_name_that_it_reads(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    claim(MeshConfig(memory_frac=0.35))
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.35
+
+
+def test_jax_is_told_its_gpus_or_that_it_is_too_late(monkeypatch):
+    try:
+        claim(MeshConfig(devices=(1, 3)))
+        assert xla_bridge._options_from_jax_configs("cuda")["visible_devices"] == [1, 3]
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        with pytest.raises(MachineError, match=r"mesh.devices=\[1, 3\]: JAX had started on 1 GPUs before"):
+            claim(MeshConfig(devices=(1, 3)))
+    finally:
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
+def test_a_run_has_not_used_a_device_before_it_claims_its_own(tmp_path):
+    script = f"""
+from jax._src import xla_bridge
+from sgpo_jax import pipeline, run
+from sgpo_jax.config import parse_config
+found = []
+run.claim = lambda mesh: found.append(xla_bridge.backends_are_initialized())
+tree = {{"run_dir": {str(tmp_path)!r}, "model": {{"path": "unused"}}, "data": {{"train": [{{"path": "unused"}}]}}}}
+with run.open_run(parse_config(tree, "test")):
+    found.append(xla_bridge.backends_are_initialized())
+assert found == [False, True], found
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
