@@ -1,0 +1,1 @@
+"""Methods x seeds x tasks side by side: `launch study`."""

@@ -1,0 +1,216 @@
+"""What a study consists of: a profile for each task, tuning runs, final runs; each an ordinary run directory."""
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from sgpo_jax import strict_yaml
+from sgpo_jax.config import MAY_CHANGE, Config, parse_config, source_name
+from sgpo_jax.files import read_json
+from sgpo_jax.run import FINAL, Run
+from sgpo_jax.study.config import PROFILE, Settings, StudyConfig, flatten
+from sgpo_jax.types import UserError
+
+Chosen = Mapping[tuple[str, str], Settings]
+"""(task, method) -> the candidate of the grid that tuning chose."""
+
+
+class State(StrEnum):
+    NEW = "new"
+    BEGUN = "begun"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    settings: what its method and the grid set, by dotted key. candidate: its number in the grid, where it is one of
+    tuning.
+    """
+
+    task: str
+    method: str
+    seed: int
+    config: Config
+    settings: Settings
+    candidate: int | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def config_file(self) -> Path:
+        """What the run is started with, beside its directory."""
+        return Path(f"{self.config.run_dir}.json")
+
+    @property
+    def log(self) -> Path:
+        return Path(f"{self.config.run_dir}.log")
+
+    @property
+    def name(self) -> str:
+        part = "" if self.candidate is None else f"candidate-{self.candidate}/"
+        return f"{self.task}/{self.method}/{part}seed-{self.seed}"
+
+
+class Protocol:
+    """All cells of a study file, as configurations.
+
+    Building one raises UserError for any setting that no run may have.
+    """
+
+    def __init__(self, study: StudyConfig, study_file: Path) -> None:
+        self.study = study
+        self._file = study_file
+        self._base = strict_yaml.read_tree(Path(study.base))
+        grid = study.tuning.grid if study.tuning else {}
+        self.candidates = [_merged(settings) for settings in itertools.product(*grid.values())]
+        self.tuned = [name for name, method in study.methods.items() if method.tune]
+        self._sharing = {
+            (task, method) for task in study.tasks for method in study.methods if self._shares_profile(task, method)
+        }
+        self.tuning_cells = self._tuning_cells()
+        # What is wrong with a final run is found before anything is spent, with a candidate that may not be chosen.
+        everywhere = {(task, name): self.candidates[0] for task in study.tasks for name in self.tuned}
+        for cell in [*self.tuning_cells, *self.final_cells(everywhere)]:
+            self._check(cell)
+
+    def final_cells(self, chosen: Chosen) -> list[Cell]:
+        """Those whose settings are known: of methods that are not tuned, or for which tuning chose. Seed by seed, so
+        that an unfinished study compares methods on equal terms.
+        """
+        seeds = dict.fromkeys(seed for method in self.study.methods for seed in self.study.seeds_of(method))
+        return [
+            self._cell(task, method, seed, chosen.get((task, tuned), {}) if tuned else {})
+            for seed in seeds
+            for task in self.study.tasks
+            for method in self.study.methods
+            for tuned in [self.tuned_ancestor(method)]
+            if seed in self.study.seeds_of(method) and (tuned is None or (task, tuned) in chosen)
+        ]
+
+    def num_final_cells(self) -> int:
+        return len(self.study.tasks) * sum(len(self.study.seeds_of(method)) for method in self.study.methods)
+
+    def profile_cells(self) -> list[Cell]:
+        """The tasks' shared profiles, of those tasks that have a run which goes by one."""
+        return [
+            Cell(task, PROFILE, config.seed, config, {})
+            for task in self.study.tasks
+            for config in [self._profile_config(task)]
+            if any((task, method) in self._sharing for method in self.study.methods)
+        ]
+
+    def tuned_ancestor(self, method: str) -> str | None:
+        """The method whose tuning decides this one's settings: itself, or the nearest that it descends from."""
+        return next((name for name in reversed(self.study.lineage(method)) if name in self.tuned), None)
+
+    def evaluation_set(self, config: Config) -> str:
+        """The name of the set that accuracy is of."""
+        return self.study.evaluation_set or source_name(config.evaluate.sets[0])
+
+    def _tuning_cells(self) -> list[Cell]:
+        tuning = self.study.tuning
+        if tuning is None:
+            return []
+        return [
+            self._cell(task, method, seed, settings, number)
+            for task in self.study.tasks
+            for method in self.tuned
+            for number, settings in enumerate(self.candidates)
+            for seed in tuning.seeds
+        ]
+
+    def _cell(self, task: str, method: str, seed: int, settings: Settings, number: int | None = None) -> Cell:
+        place = Path(self.study.study_dir) / task / method
+        run_dir = place / f"seed-{seed}" if number is None else place / f"tuning/candidate-{number}-seed-{seed}"
+        layers = self._layers(task, method, settings, is_tuning=number is not None)
+        if (task, method) in self._sharing:
+            layers["the study's profile"] = {"profile.reuse": str(self._profile_dir(task))}
+        layers["the study"] = {"run_dir": str(run_dir), "seed": seed}
+        own = _merged(self._method_layers(method, settings).values())
+        return Cell(task, method, seed, self._config(layers), own, number)
+
+    def _layers(self, task: str, method: str, candidate: Settings, *, is_tuning: bool) -> dict[str, Settings]:
+        """Changes of the base in their order, by where they stand. A candidate comes after the method that was tuned,
+        and before those that descend from it.
+        """
+        task_config = self.study.tasks[task]
+        layers = {"settings": self.study.settings, f"tasks.{task}.settings": task_config.settings}
+        layers |= self._method_layers(method, candidate)
+        if is_tuning:
+            layers[f"tasks.{task}.tuning_settings"] = task_config.tuning_settings
+        return layers
+
+    def _method_layers(self, method: str, candidate: Settings) -> dict[str, Settings]:
+        layers = {}
+        for name in self.study.lineage(method):
+            layers[f"methods.{name}.settings"] = self.study.methods[name].settings
+            if name == self.tuned_ancestor(method):
+                layers["tuning.grid"] = candidate
+        return layers
+
+    def _config(self, layers: Mapping[str, Settings]) -> Config:
+        tree: dict[str, Any] = json.loads(json.dumps(self._base, default=str))
+        origins = {}
+        for place, settings in layers.items():
+            for key, value in flatten(settings).items():
+                strict_yaml.apply_override(tree, f"{key}={json.dumps(value)}")
+                origins[key] = f"{self._file}: {place}"
+        return strict_yaml.parse(Config, tree, self.study.base, origins)
+
+    def _profile_config(self, task: str) -> Config:
+        layers = {"settings": self.study.settings, f"tasks.{task}.settings": self.study.tasks[task].settings}
+        return self._config({**layers, "the study": {"run_dir": str(self._profile_dir(task))}})
+
+    def _profile_dir(self, task: str) -> Path:
+        return Path(self.study.study_dir) / task / PROFILE
+
+    def _shares_profile(self, task: str, method: str) -> bool:
+        settings = _merged(self.study.methods[name].settings for name in self.study.lineage(method))
+        if any(key.split(".")[0] == "profile" for key in settings):
+            return False
+        return Run(self._config(self._layers(task, method, {}, is_tuning=False)), mesh=None).is_profiled
+
+    def _check(self, cell: Cell) -> None:
+        config = cell.config
+        names = [source_name(source) for source in config.evaluate.sets]
+        if not names:
+            raise UserError(f"{self._file}: {cell.name} has no evaluate.sets: a study compares accuracies")
+        if self.evaluation_set(config) not in names:
+            raise UserError(
+                f"{self._file}: evaluation_set={self.study.evaluation_set!r} is none of the evaluate.sets of "
+                f"{cell.name}: {', '.join(names)}"
+            )
+        if any(source.max_queries for source in (*config.data.train, *config.evaluate.sets)):
+            raise UserError(
+                f"{self._file}: {cell.name}: max_queries draws other questions for every seed; a study needs the same "
+                "for all: give a shorter file"
+            )
+
+
+def _merged(layers: Iterable[Settings]) -> Settings:
+    """By dotted key; later ones win."""
+    return {key: value for layer in layers for key, value in flatten(layer).items()}
+
+
+def state_of(cell: Cell) -> State:
+    """Raises UserError where the run is done, with other settings than the cell's."""
+    if not (cell.run_dir / "eval" / f"{FINAL}.json").exists():
+        return State.BEGUN if cell.run_dir.exists() else State.NEW
+    tree = read_json(cell.config_file)
+    if tree != cell.config.model_dump(mode="json"):  # else it need not be parsed, and a study may have hundreds
+        changed = strict_yaml.differences(parse_config(tree, str(cell.config_file)), cell.config)
+        binding = [text for key, text in changed.items() if not key.startswith(MAY_CHANGE)]
+        if binding:
+            raise UserError(
+                f"{cell.run_dir}: was run with other settings ({'; '.join(binding)}); set these back, name another "
+                "study_dir, or remove that run"
+            )
+    return State.DONE

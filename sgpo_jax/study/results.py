@@ -1,0 +1,184 @@
+"""What a finished run of a study left behind, as values, and the tidy tables that are made of them."""
+
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from sgpo_jax.algorithms.compute import CHARGED, Ledger, Stage, TokenCounts
+from sgpo_jax.files import fsync_path, read_json, read_jsonl, write_text
+from sgpo_jax.run import FINAL, INITIAL, Run
+from sgpo_jax.study.cells import Cell
+from sgpo_jax.study.config import Settings, flatten
+from sgpo_jax.study.curves import Curve
+from sgpo_jax.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation: after how many steps, in which phase ("" before training), FLOPs by both ledgers."""
+
+    step: int
+    phase: str
+    paper_flops: int
+    itemised_flops: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # each is one run: equal to itself alone
+class RunResult:
+    """A finished run.
+
+    points: the initial evaluation, at the cost of the profile where the method goes by one; those during training; the
+    final one. accuracy_of: final accuracy by query_id, of questions with a judged sample. phase_ends: paper FLOPs at
+    the end of each phase. zero_variance_frac: share of the groups generated for training whose outcomes are all equal.
+    seconds: of training, evaluations left out.
+    """
+
+    cell: Cell
+    points: tuple[Point, ...]
+    accuracy_of: Mapping[str, float]
+    ledger: Ledger
+    num_steps: int
+    phase_ends: Mapping[str, int]
+    zero_variance_frac: float
+    seconds: float
+
+    @property
+    def final_accuracy(self) -> float:
+        return self.points[-1].accuracy
+
+    @property
+    def paper_curve(self) -> Curve:
+        return self._curve([point.paper_flops for point in self.points])
+
+    @property
+    def itemised_curve(self) -> Curve:
+        return self._curve([point.itemised_flops for point in self.points])
+
+    def _curve(self, flops: Sequence[int]) -> Curve:
+        return Curve(np.array(flops, np.float64), np.array([point.accuracy for point in self.points], np.float64))
+
+
+def read_result(cell: Cell, evaluation_set: str) -> RunResult:
+    """Raises UserError for a file that is missing or broken."""
+    rows = read_jsonl(cell.run_dir / "metrics.jsonl", torn_tail=True)
+    ledger = Ledger.from_dict(read_json(cell.run_dir / "compute.json"))
+    initial, final = (_read_score(cell.run_dir / "eval" / f"{name}.json", evaluation_set) for name in (INITIAL, FINAL))
+    key = f"eval/{evaluation_set}/avg"
+    begun = Ledger(ledger.num_params).add(Stage.PROFILING, _profile_counts(cell))
+    points = (
+        Point(0, "", begun.paper_flops, begun.itemised_flops, initial["avg"]["mean"]),
+        *(
+            Point(row["step"], row["phase"], row["compute/paper_flops"], row["compute/itemised_flops"], row[key])
+            for row in rows
+            if key in row
+        ),
+        Point(len(rows), rows[-1]["phase"], ledger.paper_flops, ledger.itemised_flops, final["avg"]["mean"]),
+    )
+    num_groups = sum(row["rollouts/num_groups"] for row in rows)
+    num_equal = sum(row["rollouts/num_groups"] * row["rollouts/zero_variance_frac"] for row in rows)
+    return RunResult(
+        cell=cell,
+        points=points,
+        accuracy_of={q["query_id"]: q["avg"] for q in final["questions"] if q["avg"] is not None},
+        ledger=ledger,
+        num_steps=len(rows),
+        phase_ends={row["phase"]: row["compute/paper_flops"] for row in rows},
+        zero_variance_frac=num_equal / num_groups if num_groups else 0.0,
+        seconds=sum(row["seconds/total"] - row.get("seconds/evaluate", 0.0) for row in rows),
+    )
+
+
+def _read_score(path: Path, evaluation_set: str) -> dict[str, Any]:
+    score = read_json(path)[evaluation_set]
+    if score["avg"] is None:
+        raise UserError(f"{path}: no answer of {evaluation_set} could be judged, so that there is no accuracy")
+    return score
+
+
+def _profile_counts(cell: Cell) -> TokenCounts:
+    """What was spent before the first step."""
+    if not Run(cell.config, mesh=None).is_profiled:
+        return TokenCounts()
+    directory = Path(cell.config.profile.reuse or cell.run_dir)
+    return TokenCounts(**read_json(directory / "profile.json")["tokens"])
+
+
+def run_row(result: RunResult) -> dict[str, Any]:
+    """The columns of study.csv that a run has by itself."""
+    cell, ledger, tokens = result.cell, result.ledger.to_dict(), result.ledger.tokens
+    train = cell.config.train
+    stages = ledger["stages"]
+    return {
+        "task": cell.task,
+        "method": cell.method,
+        "seed": cell.seed,
+        "final_accuracy": result.final_accuracy,
+        # float: an exact count of FLOPs can outgrow 64 bits
+        "total_flops": float(result.ledger.paper_flops),
+        "total_flops_itemised": float(result.ledger.itemised_flops),
+        **{f"{stage}_flops": float(stages[stage]["paper"]["flops"]) for stage in CHARGED},
+        **{f"{stage}_flops_itemised": float(stages[stage]["itemised"]["flops"]) for stage in CHARGED},
+        "generated_tokens": sum(tokens[stage].generated for stage in CHARGED),
+        "trained_tokens": sum(tokens[stage].trained for stage in CHARGED),
+        "zero_variance_frac": result.zero_variance_frac,
+        "num_steps": result.num_steps,
+        "learning_rate": train.optimizer.learning_rate,
+        "schedule": train.optimizer.schedule,
+        "settings": settings_text(cell.settings),
+        "seconds": round(result.seconds, 1),
+    }
+
+
+def settings_text(settings: Settings) -> str:
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in flatten(settings).items())
+
+
+def curve_rows(results: Iterable[RunResult]) -> list[dict[str, Any]]:
+    """The rows of curves.csv: one for each evaluation of each run."""
+    return [
+        {
+            "task": result.cell.task,
+            "method": result.cell.method,
+            "seed": result.cell.seed,
+            "step": point.step,
+            "phase": point.phase,
+            "paper_flops": float(point.paper_flops),
+            "itemised_flops": float(point.itemised_flops),
+            "accuracy": point.accuracy,
+        }
+        for result in results
+        for point in result.points
+    ]
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Columns are the keys of the rows; None is an empty field."""
+    sink = io.BytesIO()
+    pyarrow.csv.write_csv(_table(rows), sink)
+    write_text(path, sink.getvalue().decode())
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_whole(path, lambda temporary: pyarrow.parquet.write_table(_table(rows), temporary))
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Replace a binary file by what `write` makes under the name that it is given, or leave it as it was."""
+    temporary = path.with_name(f".partial-{path.name}")
+    write(temporary)
+    fsync_path(temporary)
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist([dict(row) for row in rows])

@@ -1,0 +1,409 @@
+"""`launch study`: the protocol as configurations, runs in child processes, tuning, tables; one small study for real."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner
+
+from sgpo_jax.launch import cli
+from sgpo_jax.strict_yaml import parse
+from sgpo_jax.study import workers
+from sgpo_jax.study.cells import Protocol, State, state_of
+from sgpo_jax.study.child import GRACE_S
+from sgpo_jax.study.conduct import conduct
+from sgpo_jax.study.config import StudyConfig, load_study
+from sgpo_jax.study.workers import run_cells, worker_cpus
+from sgpo_jax.types import MachineError, UserError
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "sgpo_jax" / "demo"
+FAKE = (sys.executable, str(Path(__file__).parent / "fake_study_run.py"))
+
+
+def read_csv(path):
+    with path.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def study_tree(tmp_path, **changes):
+    """Three methods, the third like the second; the fake run's accuracy is 100 times its learning rate."""
+    base = {
+        "run_dir": "unused",
+        "model": {"path": str(DEMO / "model")},
+        "data": {"train": [{"path": str(tmp_path / "train.jsonl")}], "template": "plain", "max_prompt_tokens": 15},
+        "evaluate": {"sets": [{"path": "held_out.jsonl", "name": "set"}]},
+    }
+    (tmp_path / "base.yaml").write_text(json.dumps(base))
+    return {
+        "study_dir": str(tmp_path / "study"),
+        "base": str(tmp_path / "base.yaml"),
+        "tasks": {"t": {"tuning_settings": {"evaluate.sets": [{"path": "tuning.jsonl", "name": "set"}]}}},
+        "methods": {
+            "dapo": {"settings": {"train.method": "dapo"}, "tune": True},
+            "sgpo": {"settings": {"train": {"method": "sgpo"}}, "tune": True},
+            "sgpo-flat": {"like": "sgpo", "settings": {"sgpo": {"curriculum": False}}, "seeds": [1]},
+        },
+        "seeds": [1, 2],
+        "tuning": {
+            "seeds": [100],
+            "grid": {
+                "rate": [{"train.optimizer.learning_rate": rate} for rate in (2e-3, 6e-3, 4e-3)],
+                "epochs": [{"train.epochs": 1}, {"train.epochs": 2}],
+            },
+        },
+        "baselines": ["dapo"],
+        "num_workers": 2,
+        **changes,
+    }
+
+
+def study_of(tmp_path, **changes):
+    return parse(StudyConfig, study_tree(tmp_path, **changes), "study.yaml")
+
+
+def protocol_of(tmp_path, **changes):
+    return Protocol(study_of(tmp_path, **changes), Path("study.yaml"))
+
+
+@pytest.fixture
+def fake_runs(monkeypatch):
+    monkeypatch.setattr(workers, "CHILD", FAKE)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("study-*.yaml")), ids=lambda path: path.name)
+def test_every_study_of_the_project_is_valid(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    protocol = Protocol(load_study(path), path)
+    assert protocol.num_final_cells() > 0
+    assert path.read_text().startswith("# "), "a study begins with what it reproduces"
+
+
+def test_cells_are_methods_by_seeds_and_candidates(tmp_path):
+    protocol = protocol_of(tmp_path)
+    assert len(protocol.candidates) == 6
+    assert len(protocol.tuning_cells) == 2 * 6
+    assert protocol.final_cells({}) == [], "nothing can be run before tuning has chosen"
+    chosen = {("t", name): protocol.candidates[3] for name in ("dapo", "sgpo")}
+    cells = protocol.final_cells(chosen)
+    assert [cell.name for cell in cells] == [
+        "t/dapo/seed-1",
+        "t/sgpo/seed-1",
+        "t/sgpo-flat/seed-1",
+        "t/dapo/seed-2",
+        "t/sgpo/seed-2",
+    ]
+    assert len(cells) == protocol.num_final_cells()
+    assert len({cell.config.run_dir for cell in [*cells, *protocol.tuning_cells]}) == 17
+    assert [cell.config.seed for cell in cells] == [1, 1, 1, 2, 2]
+    for cell in cells:
+        assert cell.config.train.optimizer.learning_rate == 6e-3
+        assert cell.config.train.epochs == 2
+        assert cell.config.evaluate.sets[0].path == "held_out.jsonl"
+    assert {cell.config.evaluate.sets[0].path for cell in protocol.tuning_cells} == {"tuning.jsonl"}
+    flat = cells[2]
+    assert flat.config.train.method == "sgpo"
+    assert not flat.config.sgpo.curriculum
+    assert flat.settings == {
+        "train.method": "sgpo",
+        "train.optimizer.learning_rate": 6e-3,
+        "train.epochs": 2,
+        "sgpo.curriculum": False,
+    }
+
+
+def test_a_candidate_beats_the_tuned_method_and_yields_to_its_descendants(tmp_path):
+    methods = {
+        "a": {"settings": {"train.method": "dapo", "train.epochs": 7}, "tune": True},
+        "b": {"like": "a", "settings": {"train.epochs": 9}},
+        "c": {"settings": {"train.method": "dapo", "train.epochs": 5}},
+        "d": {"like": "b", "tune": True},
+        "e": {"like": "d"},
+    }
+    protocol = protocol_of(tmp_path, methods=methods, baselines=["a"], seeds=[1])
+    cells = protocol.final_cells({("t", "a"): {"train.epochs": 8}, ("t", "d"): {"train.epochs": 6}})
+    assert {cell.method: cell.config.train.epochs for cell in cells} == {"a": 8, "b": 9, "c": 5, "d": 6, "e": 6}
+
+
+def test_a_profile_is_shared_by_those_that_go_by_one(tmp_path):
+    methods = {
+        **study_tree(tmp_path)["methods"],
+        "sgpo-n4": {"like": "sgpo", "settings": {"profile.num_samples": 4}},
+    }
+    protocol = protocol_of(tmp_path, methods=methods)
+    chosen = {("t", name): {} for name in ("dapo", "sgpo")}
+    shared = str(tmp_path / "study" / "t" / "profile")
+    reuse = {cell.method: cell.config.profile.reuse for cell in protocol.final_cells(chosen)}
+    assert reuse == {"dapo": None, "sgpo": shared, "sgpo-flat": shared, "sgpo-n4": None}
+    assert [cell.config.run_dir for cell in protocol.profile_cells()] == [shared]
+    unprofiled = {"dapo": {"settings": {"train.method": "dapo"}}}
+    assert protocol_of(tmp_path, methods=unprofiled, tuning=None).profile_cells() == []
+
+
+TUNED = {"settings": {"train.method": "dapo"}, "tune": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": [1]}, "study.yaml: unknown key seed=[1]: did you mean seeds?"),
+        (
+            {"tasks": {"t": {"setings": {}}}},
+            "unknown key tasks.t.setings={}: did you mean tasks.t.settings?",
+        ),
+        ({"methods": {"a b": TUNED}}, "study.yaml: methods.a b"),
+        ({"methods": {"profile": TUNED}}, "a method cannot be named profile"),
+        ({"methods": {"dapo": {**TUNED, "like": "x"}}}, "methods.dapo.like='x' is no method: dapo"),
+        ({"methods": {"dapo": {"like": "b"}, "b": {"like": "dapo"}}}, "methods.dapo.like: dapo is like b is like dapo"),
+        ({"baselines": ["grpo"]}, "baselines: 'grpo' is no method: dapo, sgpo, sgpo-flat"),
+        ({"tuning": None}, "methods.dapo.tune=true needs the section tuning"),
+        ({"methods": {"dapo": {}}}, "the section tuning needs a method with tune: true"),
+        ({"seeds": [99, 100]}, "tuning.seeds: 100 is a seed of final runs too"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml: cannot be read as a configuration: No such file"),
+        (
+            {"settings": {"train.epoch": 3}},
+            "study.yaml: settings: unknown key train.epoch=3: did you mean",
+        ),
+        (
+            {"tasks": {"t": {"settings": {"train": {"epochs": 0}}}}},
+            "study.yaml: tasks.t.settings: train.epochs=0: allowed is greater",
+        ),
+        ({"settings": {"evaluate.sets": []}, "tasks": {"t": {}}}, "has no evaluate.sets: a study compares accuracies"),
+        ({"evaluation_set": "other"}, "evaluation_set='other' is none of the evaluate.sets of t/dapo"),
+        ({"settings": {"data.train.0.max_queries": 5}}, "max_queries draws other questions for every seed"),
+    ],
+)
+def test_a_wrong_study_is_one_line(tmp_path, changes, message):
+    with pytest.raises(UserError) as caught:
+        protocol_of(tmp_path, **changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_study_of_fake_runs_tunes_runs_and_reads(tmp_path, fake_runs):
+    """Every figure of the tables is worked out by hand from what the fake run leaves."""
+    study = study_of(tmp_path, budget_fracs=[0.5, 1.0])
+    conduct(study, Path("study.yaml"))
+    directory = tmp_path / "study"
+
+    tuning = read_csv(directory / "tuning.csv")
+    assert len(tuning) == 12
+    chosen = [row for row in tuning if row["chosen"] == "true"]
+    # 6e-3 is best; of its two equal candidates the first.
+    assert [row["settings"].split(" train.optimizer")[-1] for row in chosen] == [
+        "train.optimizer.learning_rate=0.006 train.epochs=1"
+    ] * 2
+
+    rows = {(row["method"], row["seed"]): row for row in read_csv(directory / "study.csv")}
+    assert list(rows) == [("dapo", "1"), ("dapo", "2"), ("sgpo", "1"), ("sgpo", "2"), ("sgpo-flat", "1")]
+    dapo, sgpo = rows["dapo", "1"], rows["sgpo", "2"]
+    expected = {
+        "final_accuracy": (0.6, 0.6),
+        "total_flops": (120_000, 50_000),
+        "total_flops_itemised": (20_000, 10_000),
+        "profiling_flops": (0, 2_000),
+        "generated_tokens": (1000, 500),
+        "zero_variance_frac": (1 / 6, 1 / 6),
+        "num_steps": (2, 2),
+        "seconds": (4, 4),
+        "target_accuracy": (0.59, 0.59),
+        # The last of the curve's two lines, from 0.4 to 0.6, is at 0.59 after 95% of it.
+        "flops_to_target": (60_000 + 0.95 * 60_000, 2_000 + 24_000 * 1.95),
+        "flops_to_target_itemised": (10_000 + 0.95 * 10_000, 2_000 + 4_000 * 1.95),
+        "accuracy_at_50pct": (0.4, 0.6),
+        "accuracy_at_100pct": (0.6, 0.6),
+    }
+    for column, values in expected.items():
+        assert (float(dapo[column]), float(sgpo[column])) == pytest.approx(values), column
+    assert pyarrow.parquet.read_table(directory / "study.parquet").num_rows == 5
+
+    curve = [row for row in read_csv(directory / "curves.csv") if (row["method"], row["seed"]) == ("sgpo", "1")]
+    assert [float(row["paper_flops"]) for row in curve] == [2_000, 26_000, 50_000]
+    assert [float(row["accuracy"]) for row in curve] == pytest.approx([0.2, 0.4, 0.6])
+    assert [row["phase"] for row in curve] == ["", "e1", "e2"]
+
+    summary = (directory / "summary.md").read_text()
+    assert "5 of 5 runs are finished." in summary
+    saving = (60_000 * 1.95) / (2_000 + 24_000 * 1.95)
+    assert f"| sgpo | 2 | 48.8 K | {saving:.2f} |" in summary
+    assert "t, sgpo: train.optimizer.learning_rate=0.006 train.epochs=1" in summary
+    for name in ("accuracy.png", "accuracy.svg", "phases.png", "phases.svg"):
+        assert 1_000 < (directory / name).stat().st_size < 200_000
+
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
+    conduct(study, Path("study.yaml"))
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")} == before, "ran nothing again"
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(tmp_path, fake_runs, capsys):
+    study = study_of(tmp_path, seeds=[13, 1], methods={"dapo": TUNED})
+    with pytest.raises(MachineError, match=r"1 runs failed: t/dapo/seed-13 \(.*seed-13\.log\); the same command tries"):
+        conduct(study, Path("study.yaml"))
+    assert "t/dapo/seed-13: failed with exit code 2: no luck" in capsys.readouterr().err
+    assert [row["seed"] for row in read_csv(tmp_path / "study" / "study.csv")] == ["1"]
+    assert "1 of 2 runs are finished: what follows is partial." in (tmp_path / "study" / "summary.md").read_text()
+
+
+def test_a_method_without_a_tuned_candidate_waits(tmp_path, fake_runs, capsys):
+    tuning = {"seeds": [13], "grid": {"rate": [{"train.optimizer.learning_rate": 1e-3}]}}
+    with pytest.raises(MachineError, match="1 runs failed: t/dapo/candidate-0/seed-13"):
+        conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=tuning), Path("study.yaml"))
+    assert "2 final runs wait" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "study" / "t" / "dapo").glob("seed-*"))
+
+
+def test_a_choice_stands_and_is_of_one_grid(tmp_path, fake_runs):
+    conduct(study_of(tmp_path, methods={"dapo": TUNED}), Path("study.yaml"))
+    other = {"seeds": [100], "grid": {"rate": [{"train.optimizer.learning_rate": 1e-3}]}}
+    with pytest.raises(UserError, match="t/dapo was chosen from another grid"):
+        conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=other), Path("study.yaml"))
+
+
+def test_the_budget_of_tuning_decides_where_it_is_set(tmp_path, fake_runs):
+    """At 60 K FLOPs DAPO is half-way: accuracies there are 2/3 of those at the end, and their order is the same."""
+    tuning = {**study_tree(tmp_path)["tuning"], "at_flops": 60_000.0}
+    conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=tuning), Path("study.yaml"))
+    rows = read_csv(tmp_path / "study" / "tuning.csv")
+    assert [float(row["compared_accuracy"]) for row in rows] == pytest.approx(
+        [float(row["final_accuracy"]) * 2 / 3 for row in rows]
+    )
+
+
+def test_a_done_run_with_other_settings_is_refused(tmp_path, fake_runs):
+    methods = {"dapo": {"settings": {"train.method": "dapo"}}}
+    conduct(study_of(tmp_path, methods=methods, tuning=None), Path("study.yaml"))
+    methods = {"dapo": {"settings": {"train.method": "dapo", "train.epochs": 9, "train.checkpoint_every": 3}}}
+    cells = protocol_of(tmp_path, methods=methods, tuning=None).final_cells({})
+    with pytest.raises(UserError, match=r"seed-1: was run with other settings \(train.epochs: 2 -> 9\)"):
+        state_of(cells[0])
+    methods["dapo"]["settings"]["train.epochs"] = 2
+    cells = protocol_of(tmp_path, methods=methods, tuning=None).final_cells({})
+    assert state_of(cells[0]) is State.DONE, "what says how, not what, may change"
+
+
+def test_closing_ends_what_still_runs(tmp_path, fake_runs):
+    protocol = protocol_of(
+        tmp_path, seeds=[14, 1], methods={"dapo": {"settings": {"train.method": "dapo"}}}, tuning=None
+    )
+    cells = protocol.final_cells({})
+    waits = Path(f"{cells[0].config.run_dir}.waits")
+    with closing(run_cells("run", cells, [(), ()])) as outcomes:
+        assert next(outcomes).cell.seed == 1
+        deadline = time.monotonic() + 20
+        while not waits.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 10
+    assert [state_of(cell) for cell in cells] == [State.NEW, State.DONE]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot keep a process to some CPUs")
+def test_workers_share_out_the_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    assert worker_cpus(2, None) == [(4, 5), (6, 7)]
+    assert worker_cpus(2, 1) == [(4,), (5,)]
+    assert worker_cpus(3, 2) == [(4, 5), (6, 7), (4, 5)]
+    assert worker_cpus(8, None)[4:] == [(4,), (5,), (6,), (7,)]
+    assert worker_cpus(1, 9) == [(4, 5, 6, 7)]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert worker_cpus(2, 1) == [(), ()]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe that nobody writes to")
+def test_a_child_keeps_to_its_cpus_and_ends_with_its_parent(tmp_path):
+    fifo = tmp_path / "answers.jsonl"
+    os.mkfifo(fifo)  # `verify` waits for it without end
+    cpu = min(os.sched_getaffinity(0))
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"words = [sys.executable, '-m', 'sgpo_jax.study.child', str(os.getpid()), '{cpu}', 'verify', {str(fifo)!r}]\n"
+        "print(subprocess.Popen(words, start_new_session=True).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    child = int(parent.stdout.readline())
+    try:
+        assert wait_until(lambda: os.sched_getaffinity(child) == {cpu})
+        parent.kill()
+        assert wait_until(lambda: has_ended(child), 0.8 * GRACE_S), "interrupted, not ended hard"
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def has_ended(pid):
+    """A zombie, whose parent has not asked for it, has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.timeout(900)  # three starts of JAX: half a minute of processor time, far more on a busy machine
+def test_a_real_study_is_interrupted_and_goes_on(tmp_path):
+    """A profile and a run of the demo's model on a few questions, from the command line."""
+    for name, source, count in (("train", "train", 16), ("held_out", "heldout", 12)):
+        lines = (DEMO / f"{source}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
+    tree = study_tree(
+        tmp_path,
+        tuning=None,
+        seeds=[1],
+        settings={
+            "model.remat": "none",
+            "evaluate.sets": [{"path": str(tmp_path / "held_out.jsonl"), "name": "set"}],
+            "evaluate": {"every": 1, "num_samples": 2, "num_samples_during": 1},
+            "rollouts": {"max_completion_tokens": 31, "batch_size": 64},
+            "train": {"epochs": 1, "prompts_per_step": 8, "micro_batch_tokens": 384, "export_phases": False},
+            "refill.when_short": "train",
+        },
+        tasks={"t": {}},
+        methods={"sgpo": {}},
+        baselines=["sgpo"],
+    )
+    file = tmp_path / "study.yaml"
+    file.write_text(json.dumps(tree))
+    words = [sys.executable, "-m", "sgpo_jax.launch", "study", str(file)]
+    study = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    profile = tmp_path / "study" / "t" / "profile" / "profile.json"
+    assert wait_until(lambda: (tmp_path / "study" / "t" / "sgpo" / "seed-1").exists(), 400)
+    study.send_signal(signal.SIGINT)
+    _, errors = study.communicate(timeout=120)
+    assert study.returncode == 1
+    assert "interrupted: the same command goes on where this one stood" in errors
+
+    listed = CliRunner().invoke(cli, ["study", str(file), "--dry-run"])
+    assert "0 of 1 runs are done" in listed.stdout
+    made = profile.stat().st_mtime_ns
+    assert subprocess.run(words, cwd=ROOT, timeout=400, check=False).returncode == 0
+    assert profile.stat().st_mtime_ns == made
+    (row,) = read_csv(tmp_path / "study" / "study.csv")
+    tokens = json.loads(profile.read_text())["tokens"]["generated"]
+    num_params = json.loads((tmp_path / "study" / "t" / "sgpo" / "seed-1" / "compute.json").read_text())["num_params"]
+    assert float(row["profiling_flops"]) == 2 * num_params * tokens > 0
+    assert float(row["total_flops"]) == float(row["profiling_flops"]) + float(row["training_flops"])
+    points = read_csv(tmp_path / "study" / "curves.csv")
+    assert len(points) == 1 + float(row["num_steps"])
+    assert float(points[0]["paper_flops"]) == float(row["profiling_flops"])
+    assert float(points[-1]["paper_flops"]) == float(row["total_flops"])
+    assert "1 of 1 runs are done" in CliRunner().invoke(cli, ["study", str(file), "--dry-run"]).stdout
