@@ -1,15 +1,17 @@
 """What every method would cost on the same queries, before anything is spent: `plan --compare`.
 
 All forecasts take the profiled success rates for the whole run, as if training changed none of them, one update a step
-and no KL term.
+and no KL term; and profile.num_samples completions of every query, of which sequential profiling needs fewer.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from sgpo_jax.algorithms.allocation import ProfileRow, prompts_of_step
 from sgpo_jax.algorithms.compute import (
     CHARGED,
     Forecast,
@@ -20,10 +22,12 @@ from sgpo_jax.algorithms.compute import (
     forecast,
     paper_flops,
     phases_of_histogram,
+    sizes_of,
     uniform_phases,
 )
+from sgpo_jax.algorithms.posterior import posterior_phases
 from sgpo_jax.config import Config, ForecastConfig, HardwareConfig
-from sgpo_jax.schedulers import make_scheduler
+from sgpo_jax.schedulers import make_scheduler, reused
 from sgpo_jax.telemetry import format_flops, show_table
 from sgpo_jax.types import (
     Completion,
@@ -74,17 +78,32 @@ def workload_of(config: ForecastConfig, num_params: int) -> Workload:
 def compare(workload: Workload, config: Config) -> tuple[MethodForecast, ...]:
     """Every method with its own section of the configuration, whatever train.method is."""
     epochs = config.train.epochs
-    phases = phases_of_histogram(workload.num_queries_of, workload.num_samples, config.sgpo, epochs)
-    num_profiles = epochs if config.sgpo.later_epochs == "reprofiled" else 1
+    phases = _sgpo_phases(workload, config)
+    num_profiled = workload.num_queries * (epochs if config.sgpo.later_epochs == "reprofiled" else 1)
     uniform = uniform_phases(workload.num_queries_of, workload.num_samples, config.dapo.group_size, epochs)
     return (
-        MethodForecast("sgpo", "the plan's phases", _forecast(phases, workload, config, num_profiles)),
+        MethodForecast(
+            "sgpo",
+            "the plan's phases",
+            _forecast(phases, workload, config, num_profiled, num_profiled * workload.num_samples),
+        ),
         MethodForecast("dapo", "1 - p^G - (1-p)^G of the groups are trained", _forecast(uniform, workload, config)),
         *(
             MethodForecast(method, SIMULATED, simulate(workload, _with_method(config, method)))
-            for method in ("greso", "knapsack")
+            for method in ("greso", "knapsack", "just_in_time")
         ),
     )
+
+
+def _sgpo_phases(workload: Workload, config: Config) -> tuple[PhaseSize, ...]:
+    num_queries_of, num_samples, epochs = workload.num_queries_of, workload.num_samples, config.train.epochs
+    if config.sgpo.later_epochs != "posterior":
+        return phases_of_histogram(num_queries_of, num_samples, config.sgpo, epochs)
+    first = phases_of_histogram(num_queries_of, num_samples, config.sgpo, 1)
+    rows = [
+        ProfileRow(f"{k}-{i}", num_samples, k, 0, 0, 0) for k, count in num_queries_of.items() for i in range(count)
+    ]
+    return first + sizes_of(posterior_phases(rows, config.sgpo, 2, config.seed)) * (epochs - 1)
 
 
 def simulate(workload: Workload, config: Config) -> Forecast:
@@ -92,18 +111,23 @@ def simulate(workload: Workload, config: Config) -> Forecast:
     queries, rate_of = _synthetic(workload)
     scheduler = make_scheduler(config, None, queries)
     rng = np.random.default_rng(config.seed)
-    generated: Counter[int] = Counter()  # groups by size
-    trained: Counter[int] = Counter()
+    profiled, generated, trained = Counter[int](), Counter[int](), Counter[int]()  # groups by size
+    num_reused: Counter[int] = Counter()  # completions by the size of their group
     num_steps, done = 0, False
     while not done:
         requests = scheduler.propose()
-        generated.update(request.num_samples for request in requests)
+        for request in requests:
+            (profiled if request.purpose is Purpose.PROFILE else generated)[request.num_samples] += 1
         decision = scheduler.accept([_draw(request, rate_of[request.query.query_id], rng) for request in requests])
-        trained.update(len(group.rollouts) for group in decision.train)
+        for group in decision.train:
+            trained[len(group.rollouts)] += 1
+            num_reused[len(group.rollouts)] += len(reused(group))
         num_steps += bool(decision.train)
         done = decision.done
-    sizes = tuple(PhaseSize(size, count, trained[size]) for size, count in sorted(generated.items()))
-    return replace(_forecast(sizes, workload, config), num_steps=num_steps)
+    sizes = sorted(generated.keys() | trained.keys())
+    phases = tuple(PhaseSize(size, generated[size], trained[size], num_reused[size]) for size in sizes)
+    num_completions = sum(size * count for size, count in profiled.items())
+    return replace(_forecast(phases, workload, config, profiled.total(), num_completions), num_steps=num_steps)
 
 
 def hours(ledger: Ledger, hardware: HardwareConfig) -> float:
@@ -155,15 +179,21 @@ def _with_method(config: Config, method: str) -> Config:
     return config.model_copy(update={"train": train, "refill": refill})
 
 
-def _forecast(phases: tuple[PhaseSize, ...], workload: Workload, config: Config, num_profiles: int = 0) -> Forecast:
+def _forecast(
+    phases: tuple[PhaseSize, ...],
+    workload: Workload,
+    config: Config,
+    num_profiled: int = 0,
+    num_profile_completions: int = 0,
+) -> Forecast:
     return forecast(
         phases,
         workload.lengths,
         num_params=workload.num_params,
-        prompts_per_step=config.train.prompts_per_step,
+        prompts_of_step=partial(prompts_of_step, config.train),
         rematerialise=config.model.remat == "full",
-        num_profiled=workload.num_queries * num_profiles,
-        num_samples=workload.num_samples,
+        num_profiled=num_profiled,
+        num_profile_completions=num_profile_completions,
     )
 
 
@@ -185,6 +215,5 @@ _CORRECT, _WRONG = _rollout(Verdict.CORRECT), _rollout(Verdict.WRONG)
 
 
 def _draw(request: GroupRequest, rate: float, rng: np.random.Generator) -> RolloutGroup:
-    assert request.purpose is Purpose.TRAIN
     num_correct = rng.binomial(request.num_samples, rate)
     return RolloutGroup(request, (_CORRECT,) * num_correct + (_WRONG,) * (request.num_samples - num_correct))

@@ -138,17 +138,20 @@ class VLLMConfig(Section):
     """What the server runs on. For vLLM on TPUs, start it yourself and name it in `urls`."""
     port: Annotated[int, Field(ge=1, lt=65536)] | None = None
     """Port on the loopback interface; empty: a free one."""
+    placement: Literal["split", "shared"] = "split"
+    """How a server that the run starts and the trainer divide the GPUs of this machine: each has its own, or both have
+    the same, and the server sleeps while the trainer updates (see docs/vllm.md)."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """GPUs of the server (its CUDA_VISIBLE_DEVICES); empty: those that this process sees. Give the trainer others, by
-    its own CUDA_VISIBLE_DEVICES."""
+    """GPUs of the server, by their numbers among those that this process sees; empty: with placement=split all that
+    mesh.devices leaves, or the last half; with shared the trainer's."""
     memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory that the server takes; empty: vLLM's own default."""
     kv_cache_gib: Count = 1
     """Memory of the key-value cache on CPUs, in GiB."""
     tensor_parallel: Count = 1
     """GPUs over which each copy of the model is split."""
-    data_parallel: Count = 1
-    """Copies of the model inside the server."""
+    data_parallel: Count | None = None
+    """Copies of the model inside the server; empty: as many as its GPUs hold."""
     max_num_seqs: Count = 128
     """Completions that the server decodes side by side."""
     max_batched_tokens: Count = 16384
@@ -171,7 +174,9 @@ class VLLMConfig(Section):
     probe_prompts: Count = 4
     """Training prompts whose log-probabilities are compared with the trainer's after each sync."""
     probe_max_gap: Positive | None = None
-    """Largest difference of a log-probability that a sync may leave; empty: 1e-4 in float32, 0.5 in bfloat16."""
+    """Largest difference of a log-probability that a sync may leave; empty: 1e-4 in float32, 2 in bfloat16."""
+    probe_mean_gap: Positive | None = None
+    """Largest mean of these differences; empty: 1e-4 in float32, 0.1 in bfloat16."""
 
 
 class ProfileConfig(Section):
@@ -179,8 +184,22 @@ class ProfileConfig(Section):
 
     num_samples: Count = 8
     """Completions for each query, N."""
+    stages: tuple[Count, ...] = ()
+    """Sequential profiling: numbers of completions, increasing and below num_samples, after each of which a query whose
+    bucket is certain enough gets no more; empty: every query gets num_samples. Of no paper, see
+    algorithms/sequential.py."""
+    certainty: Annotated[float, Field(gt=0, le=1)] = 0.65
+    """What is certain enough: the probability that the bucket would be the same after num_samples. By the default, with
+    the buckets of section sgpo and stages [2, 4], 1 of 2, and 2, 3 or 4 of 4 are enough."""
     reuse: str | None = None
     """A run directory whose complete profile serves this run too; empty: profile anew."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ProfileConfig":
+        looks = [*self.stages, self.num_samples]
+        if looks != sorted(set(looks)):
+            raise ValueError(f"stages must increase strictly and stay below num_samples={self.num_samples}")
+        return self
 
 
 class SGPOConfig(Section):
@@ -199,19 +218,36 @@ class SGPOConfig(Section):
     curriculum: bool = True
     """Whether phases follow each other, easy to hard; else an epoch's queries are shuffled together, each with its own
     group size. (Uniform group sizes are group_sizes=[8]; no filter is max_success_rate=1 and unsolved_frac=1.)"""
-    later_epochs: Literal["stale", "reprofiled"] = "stale"
-    """Whether later epochs go by the first profile, or each by a new one, made by the policy of that moment and charged
-    as profiling."""
+    unsolved_from_epoch: Count = 1
+    """The first epoch into which unsolved queries are mixed (the paper: 1)."""
+    later_epochs: Literal["stale", "reprofiled", "posterior"] = "stale"
+    """Whether later epochs go by the first profile; or each by a new one, made by the policy of that moment and charged
+    as profiling; or by what the profile and all of training so far say together, nothing dropped (of no paper, see
+    algorithms/posterior.py)."""
+    later_group_sizes: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    """Of later_epochs=posterior: its group sizes; empty: group_sizes."""
+    later_unsolved_frac: Probability = 1.0
+    """Of later_epochs=posterior: share of the queries still never solved that an epoch trains, drawn anew for each."""
+    drop_trivial_later: Probability | None = None
+    """Of later_epochs=posterior: leave out queries whose success rate is above max_success_rate with at least this
+    probability, such as 0.95; empty: none."""
 
     @model_validator(mode="after")
     def _check(self) -> "SGPOConfig":
         if not self.group_sizes or list(self.group_sizes) != sorted(set(self.group_sizes)):
             raise ValueError("group_sizes must increase strictly, such as [2, 4, 8]")
+        if list(self.later_group_sizes) != sorted(set(self.later_group_sizes)):
+            raise ValueError("later_group_sizes must increase strictly, such as [4, 8]")
+        of_posterior = self.later_group_sizes, self.later_unsolved_frac, self.drop_trivial_later
+        if self.later_epochs != "posterior" and of_posterior != ((), 1.0, None):
+            raise ValueError(
+                "later_group_sizes, later_unsolved_frac and drop_trivial_later belong to later_epochs=posterior"
+            )
         return self
 
 
 class RefillConfig(Section):
-    """Rounds of rollouts until a step has enough informative groups, for train.method dapo and greso."""
+    """Rounds of rollouts until a step has enough informative groups, for train.method dapo, greso and just_in_time."""
 
     max_rounds: Count = 20
     """Rounds of one step."""
@@ -242,6 +278,25 @@ class KnapsackConfig(Section):
     """Mean rollouts of a step's queries, and the group size of the first epoch."""
 
 
+class JustInTimeConfig(Section):
+    """Chunks of queries are profiled by the current policy, and what is informative is trained on at once: of no paper,
+    see schedulers/just_in_time.py."""
+
+    chunk_queries: Count = 90
+    """Queries profiled together. Large chunks fill the sampler; their groups are trained on up to chunk_queries /
+    prompts_per_step steps later."""
+    num_samples: Annotated[int, Field(ge=2)] = 2
+    """Completions of each query in its profile."""
+    group_size: Annotated[int, Field(ge=2)] = 2
+    """Rollouts of each trained query: those of its profile, and fresh ones up to this number."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "JustInTimeConfig":
+        if self.group_size < self.num_samples:
+            raise ValueError(f"group_size={self.group_size} must be at least num_samples={self.num_samples}")
+        return self
+
+
 _CLIP_RANGES = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "rloo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
 
 
@@ -258,6 +313,10 @@ class LossConfig(Section):
     """Upper bound of the ratio where the advantage is negative; empty: off."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the mean token entropy in the objective."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Whose log-probabilities the ratio is against: the trainer's before the first update on a step's groups, or those
+    that the sampler reported, which is right for groups that older weights sampled (mismatch/* are then 0, and
+    train/ratio holds what separates the two). Empty: sampler for train.method=just_in_time, else trainer."""
     sampler_weight_cap: Positive | None = None
     """Truncated importance weight min(pi_old / pi_sampler, cap); empty: off."""
     advantage_ddof: Literal[0, 1] = 0
@@ -286,6 +345,8 @@ class LossConfig(Section):
             )
         if self.objective in ("dr_grpo", "rloo") and self.advantage_ddof:
             raise ValueError(f"objective={self.objective} divides by no deviation: advantage_ddof must be 0")
+        if self.old_logprobs == "sampler" and self.sampler_weight_cap is not None:
+            raise ValueError("old_logprobs=sampler has no mismatch to weigh: sampler_weight_cap must be empty")
         if self.objective == "cispo" and self.dual_clip is not None:
             raise ValueError("objective=cispo has no dual_clip")
         return self
@@ -311,13 +372,16 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    method: Literal["sgpo", "dapo", "greso", "knapsack"] = "sgpo"
+    method: Literal["sgpo", "dapo", "greso", "knapsack", "just_in_time"] = "sgpo"
     """Which queries are rolled out, how often, in which order; each method has a section of its name. Only sgpo needs a
     profile."""
     epochs: Count = 2
     """Passes over the queries."""
     prompts_per_step: Count = 64
     """Queries of one step; each brings its group of rollouts."""
+    rollouts_per_step: Count | None = None
+    """Rollouts of one step, in place of prompts_per_step: a step has that many over the group size of queries, or over
+    the mean group size where it mixes several. Empty: prompts_per_step."""
     num_updates: Count = 1
     """Optimizer updates on one batch of rollouts."""
     micro_batch_tokens: Count = 16384
@@ -334,6 +398,20 @@ class TrainConfig(Section):
     """Whether the end of each phase is exported to hf/."""
     sample_rollouts: Annotated[int, Field(ge=0)] = 8
     """Rollouts of each step saved under rollouts/ for reading."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_old_logprobs(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("method") != "just_in_time":
+            return values
+        loss = values.get("loss", {})
+        return {**values, "loss": {"old_logprobs": "sampler", **loss} if isinstance(loss, dict) else loss}
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.method == "just_in_time" and self.loss.old_logprobs == "trainer":
+            raise ValueError("method=just_in_time trains what older weights sampled: loss.old_logprobs must be sampler")
+        return self
 
 
 class EvaluateConfig(Section):
@@ -359,11 +437,16 @@ class ExportConfig(Section):
 
 
 class MeshConfig(Section):
-    """How many devices each axis of the mesh has; -1 (at most once): all that are left."""
+    """The trainer's devices, and how many of them each axis of the mesh has; -1 (at most once): all that are left."""
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """GPUs of the trainer, by their numbers among those that this process sees; empty: all that vllm.placement leaves
+    to it."""
+    memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory that JAX takes when it starts, and keeps; empty: JAX's own default."""
 
     @model_validator(mode="after")
     def _check(self) -> "MeshConfig":
@@ -421,6 +504,7 @@ class Config(Section):
     dapo: DAPOConfig = DAPOConfig()
     greso: GRESOConfig = GRESOConfig()
     knapsack: KnapsackConfig = KnapsackConfig()
+    just_in_time: JustInTimeConfig = JustInTimeConfig()
     refill: RefillConfig = RefillConfig()
     forecast: ForecastConfig | None = None
     """A histogram for `plan --compare`; empty: it takes the run's profile."""
@@ -445,6 +529,8 @@ class Config(Section):
                 f"forecast.counts has {len(self.forecast.counts)} numbers; with profile.num_samples="
                 f"{self.profile.num_samples} it needs one for each of 0 to {self.profile.num_samples} correct answers"
             )
+        if self.profile.stages and self.sgpo.later_epochs == "reprofiled":
+            raise ValueError("sgpo.later_epochs=reprofiled samples every query alike: profile.stages must be empty")
         if self.rewards.correct <= self.rewards.wrong:
             raise ValueError(f"rewards.correct={self.rewards.correct} must exceed rewards.wrong={self.rewards.wrong}")
         for key, temperature in (("rollouts", self.rollouts.temperature), ("evaluate", self.evaluate.temperature)):
@@ -453,9 +539,25 @@ class Config(Section):
         names = [source_name(source) for source in self.evaluate.sets]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.sets have the names {names}: give each a `name` of its own")
-        if self.train.num_updates > 1 and self.train.num_updates > self.train.prompts_per_step:
-            raise ValueError("train.num_updates must not exceed train.prompts_per_step")
+        per_step, largest = self.train.rollouts_per_step, max(self._group_sizes())
+        if per_step is not None and per_step < largest:
+            raise ValueError(f"train.rollouts_per_step={per_step} must be at least the group size {largest}")
+        if self.train.num_updates > (per_step // largest if per_step else self.train.prompts_per_step):
+            raise ValueError("train.num_updates must not exceed the queries of a step (train.prompts_per_step)")
         return self
+
+    def _group_sizes(self) -> tuple[int, ...]:
+        """Of the method's steps, in the mean where one mixes several."""
+        match self.train.method:
+            case "dapo":
+                return (self.dapo.group_size,)
+            case "greso":
+                return (self.greso.group_size,)
+            case "knapsack":
+                return (self.knapsack.mean_group_size,)
+            case "just_in_time":
+                return (self.just_in_time.group_size,)
+        return (*self.sgpo.group_sizes, *self.sgpo.later_group_sizes)
 
 
 MAY_CHANGE = (

@@ -131,6 +131,17 @@ def evaluate(config_file: Path, overrides: tuple[str, ...]) -> None:
     _run_stage(config_file, overrides, lambda pipeline, run: pipeline.evaluate_newest(run))
 
 
+@command("study configs/study-small.yaml num_workers=2")
+@_with_config
+@click.option("--dry-run", is_flag=True, help="Only list the runs with their state.")
+def study(config_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Methods x seeds side by side: tables and figures. Started again, it goes on where it stood."""
+    from sgpo_jax.study.conduct import conduct, show_cells
+    from sgpo_jax.study.config import load_study
+
+    (show_cells if dry_run else conduct)(load_study(config_file, overrides), config_file)
+
+
 @command("export runs/demo exported/demo export.dtype=float32")
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))

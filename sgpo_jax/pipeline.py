@@ -77,7 +77,7 @@ def compare_methods(config: Config) -> None:
         workload = comparison.Workload(
             planning.histogram(rows, num_samples),
             num_samples,
-            planning.mean_lengths(rows, run.queries, num_samples),
+            planning.mean_lengths(rows, run.queries),
             run.num_params,
         )
     _show_comparison(workload, config)
@@ -93,6 +93,7 @@ def train_stage(run: Run) -> None:
         return
     config = run.config
     plan = _plan_of(run) if run.is_profiled else None
+    rows = profile_of(run).rows if run.is_profiled else ()
     if config.rollouts.allow_biased_ratio and config.rollouts.top_p < 1:
         say(f"train: warning: rollouts.top_p={config.rollouts.top_p} biases the probability ratio")
     step = TrainStep(run.model, config)
@@ -101,7 +102,7 @@ def train_stage(run: Run) -> None:
     parts = TrainingParts(
         config=config,
         run_dir=run.dir,
-        scheduler=make_scheduler(config, plan, run.queries),
+        scheduler=make_scheduler(config, plan, run.queries, rows),
         collector=run.collector,
         step=step,
         # A copy, since the first update consumes the initial weights.
@@ -114,6 +115,7 @@ def train_stage(run: Run) -> None:
         ),
         checkpoints=run.checkpoints,
         metrics=metrics,
+        turns=run.turns,
         probe=run.probe,
         spent=lambda: own_ledger(run),
         account=lambda own: account(run, own),

@@ -6,16 +6,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from sgpo_jax.algorithms.allocation import Dropped, Phase, Plan, ProfileRow, plan_phases
+from sgpo_jax.algorithms.allocation import Dropped, Phase, Plan, ProfileRow, plan_phases, prompts_of_step
 from sgpo_jax.algorithms.compute import (
     Forecast,
     Ledger,
     MeanLengths,
     Stage,
     forecast,
-    phases_of_plan,
+    sizes_of,
     uniform_phases,
 )
+from sgpo_jax.algorithms.posterior import posterior_phases
 from sgpo_jax.config import Config
 from sgpo_jax.files import read_json, write_json
 from sgpo_jax.telemetry import format_flops, show_table
@@ -31,11 +32,12 @@ class Forecasts:
 
 
 def make_plan(rows: Sequence[ProfileRow], config: Config) -> Plan:
-    """All epochs, or the first, where sgpo.later_epochs are planned from profiles of their own.
+    """All epochs, or the first, where sgpo.later_epochs are planned when they begin.
 
     Raises UserError where no query is worth training on, with the counts that say why.
     """
-    plan = plan_phases(rows, config.sgpo, config.train.epochs // _num_profiles(config), config.seed)
+    is_stale = config.sgpo.later_epochs == "stale"
+    plan = plan_phases(rows, config.sgpo, config.train.epochs if is_stale else 1, config.seed)
     if not plan.phases:
         dropped = plan.dropped
         raise UserError(
@@ -49,13 +51,13 @@ def make_plan(rows: Sequence[ProfileRow], config: Config) -> Plan:
 def forecast_plan(
     plan: Plan, rows: Sequence[ProfileRow], queries: Mapping[str, Query], config: Config, num_params: int
 ) -> Forecasts:
-    """Both forecasts. A profile that is still to come is taken to be like the first one."""
-    lengths = mean_lengths(rows, queries, config.profile.num_samples)
+    """Both forecasts. Later epochs are taken to find success rates as they are now."""
+    lengths = mean_lengths(rows, queries)
     common = partial(
         forecast,
         lengths=lengths,
         num_params=num_params,
-        prompts_per_step=config.train.prompts_per_step,
+        prompts_of_step=partial(prompts_of_step, config.train),
         rematerialise=config.model.remat == "full",
     )
     uniform = uniform_phases(
@@ -64,24 +66,25 @@ def forecast_plan(
         config.dapo.group_size,
         config.train.epochs,
     )
-    num_profiles = _num_profiles(config)
+    num_later = config.train.epochs - 1
+    phases, num_profiles = sizes_of(plan.phases), 1
+    if config.sgpo.later_epochs == "reprofiled":
+        phases, num_profiles = phases * (1 + num_later), 1 + num_later
+    elif config.sgpo.later_epochs == "posterior":
+        phases += sizes_of(posterior_phases(rows, config.sgpo, 2, config.seed)) * num_later
     return Forecasts(
         sgpo=common(
-            phases_of_plan(plan) * num_profiles,
+            phases,
             num_profiled=len(rows) * num_profiles,
-            num_samples=config.profile.num_samples,
+            num_profile_completions=num_profiles * sum(row.num_drawn for row in rows),
         ),
         uniform=common(uniform),
     )
 
 
-def _num_profiles(config: Config) -> int:
-    return config.train.epochs if config.sgpo.later_epochs == "reprofiled" else 1
-
-
-def mean_lengths(rows: Sequence[ProfileRow], queries: Mapping[str, Query], num_samples: int) -> MeanLengths:
+def mean_lengths(rows: Sequence[ProfileRow], queries: Mapping[str, Query]) -> MeanLengths:
     """Mean tokens of the profile's completions (also taken for training's, *reading*) and of its prompts."""
-    completion = sum(row.num_tokens for row in rows) / (len(rows) * num_samples)
+    completion = sum(row.num_tokens for row in rows) / sum(row.num_drawn for row in rows)
     prompt = sum(len(queries[row.query_id].prompt_ids) for row in rows) / len(rows)
     return MeanLengths(profiling=completion, training=completion, prompt=prompt)
 
@@ -113,12 +116,17 @@ def read_plan(path: Path) -> Plan:
 def show_plan(plan: Plan, rows: Sequence[ProfileRow], forecasts: Forecasts, config: Config) -> None:
     """Histogram, phases, what was dropped and why, and both forecasts, on standard output."""
     _show_histogram(rows, config.profile.num_samples)
-    per_step = config.train.prompts_per_step
     show_table(
         "Phases",
         ("phase", "group size", "queries", "rollouts", "steps"),
         [
-            (p.name, p.group_size, len(p.query_ids), p.group_size * len(p.query_ids), -(-len(p.query_ids) // per_step))
+            (
+                p.name,
+                p.group_size,
+                len(p.query_ids),
+                p.group_size * len(p.query_ids),
+                -(-len(p.query_ids) // prompts_of_step(config.train, p.group_size)),
+            )
             for p in plan.phases
         ],
     )
@@ -143,10 +151,11 @@ def show_plan(plan: Plan, rows: Sequence[ProfileRow], forecasts: Forecasts, conf
 
 
 def _show_histogram(rows: Sequence[ProfileRow], num_samples: int) -> None:
-    counts = Counter(row.num_correct for row in rows)
-    most = max(counts.values())
+    counts = Counter(histogram(rows, num_samples))
+    most = max(counts.values(), default=1)
+    num_drawn = sum(row.num_drawn for row in rows)
     show_table(
-        f"Profile: correct of {num_samples} samples",
+        f"Profile: correct of {num_samples} samples, by the rate ({num_drawn / len(rows):.3g} drawn of a query)",
         ("k", "queries", "share", ""),
         [
             (k, counts[k], f"{counts[k] / len(rows):.1%}", "#" * round(30 * counts[k] / most))
@@ -156,7 +165,7 @@ def _show_histogram(rows: Sequence[ProfileRow], num_samples: int) -> None:
 
 
 def histogram(rows: Sequence[ProfileRow], num_samples: int) -> dict[int, int]:
-    """Number of queries by correct answers of num_samples; one with errors counts by its rate, rounded."""
+    """Number of queries by correct answers of num_samples; one with fewer judged ones counts by its rate, rounded."""
     return dict(Counter(round(num_samples * row.num_correct / row.num_samples) for row in rows if row.num_samples))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgpo_jax.algorithms.allocation import ProfileRow, profile_row
 from sgpo_jax.algorithms.compute import TokenCounts
+from sgpo_jax.algorithms.sequential import num_samples_wanted
 from sgpo_jax.config import Config
 from sgpo_jax.files import append_jsonl, read_json, read_jsonl, write_json, write_jsonl
 from sgpo_jax.rollouts.collect import Collector
@@ -20,7 +21,7 @@ from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams, UserErr
 class ProfileIdentity:
     """What a profile depends on beside the queries. Two profiles of equal identity may stand for each other.
 
-    model, template, verifier: digests. sampling: number of samples, temperature, length limit.
+    model, template, verifier: digests. sampling: number of samples and when they are enough, temperature, length limit.
     kinds: the verifiers that judged; a profile serves those who need some of them.
     """
 
@@ -40,8 +41,15 @@ class Profile:
 
 
 def profile_sampling(config: Config) -> dict[str, Any]:
-    """The sampling part of a profile's identity."""
+    """The sampling part of a profile's identity: of sequential profiling, what its stops depend on too."""
+    profile, sgpo = config.profile, config.sgpo
+    sequential = {
+        "stages": list(profile.stages),
+        "certainty": profile.certainty,
+        **sgpo.model_dump(mode="json", include={"max_success_rate", "group_sizes", "rounding"}),
+    }
     return {
+        **(sequential if profile.stages else {}),
         "num_samples": config.profile.num_samples,
         "temperature": config.rollouts.temperature,
         "top_p": config.rollouts.top_p,
@@ -62,36 +70,51 @@ def make_profile(
 ) -> Profile:
     """Profile every query that profile.jsonl does not hold yet, a line each as its samples are judged.
 
-    A killed profile goes on where it stood. At the end the lines are put into the order of the queries, and
-    profile.json says how the profile was made; only then is it complete.
+    With profile.stages a query is sampled in several rounds, each a prefix of what would be sampled at once, and gets a
+    line after each, of which the last one counts. A killed profile goes on where it stood. At the end the lines are put
+    into the order of the queries, and profile.json says how the profile was made; only then is it complete.
     """
     path = run_dir / "profile.jsonl"
     rows = _read_rows(path) if path.exists() else {}
     write_jsonl(path, map(asdict, rows.values()))  # without a torn last line, so that the next one starts afresh
     rollouts = config.rollouts
     sampling = SamplingParams(rollouts.max_completion_tokens, rollouts.temperature, rollouts.top_p)
-    missing = [query for query in queries if query.query_id not in rows]
-    requests = [GroupRequest(query, config.profile.num_samples, Purpose.PROFILE) for query in missing]
+    requests = _requests(queries, rows, config)
     watch = Stopwatch()
-    with progress("profile", len(queries), done=len(queries) - len(missing)) as bar:
-        for group in collector.collect(requests, sampling):
-            row = profile_row(group)
-            rows[row.query_id] = row
-            append_jsonl(path, asdict(row))
-            bar.advance()
+    with progress("profile", len(queries), done=len(queries) - len(requests)) as bar:
+        while requests:
+            for group in collector.collect(requests, sampling):
+                query_id, row = group.query.query_id, profile_row(group)
+                rows[query_id] = rows[query_id] + row if query_id in rows else row
+                append_jsonl(path, asdict(rows[query_id]))
+                is_done = num_samples_wanted(rows[query_id], config.profile, config.sgpo) == 0
+                bar.advance(int(is_done))
+            requests = _requests(queries, rows, config)
     ordered = tuple(rows[query.query_id] for query in queries)
     write_jsonl(path, map(asdict, ordered))
-    counts = profile_counts(ordered, queries)
+    counts = profile_counts(ordered, queries, config.profile.stages)
     write_json(run_dir / "profile.json", _description(identity, ordered, counts, watch.seconds()["total"]))
     return Profile(ordered, counts)
 
 
-def profile_counts(rows: Sequence[ProfileRow], queries: Sequence[Query]) -> TokenCounts:
-    """Tokens that the profile of these queries took, however many runs share it."""
+def _requests(queries: Sequence[Query], rows: Mapping[str, ProfileRow], config: Config) -> list[GroupRequest]:
+    """The next round: what is still to be drawn of each query, up to its next look."""
+    requests = []
+    for query in queries:
+        row = rows.get(query.query_id)
+        if num_wanted := num_samples_wanted(row, config.profile, config.sgpo):
+            requests.append(GroupRequest(query, num_wanted, Purpose.PROFILE, first_sample=row.num_drawn if row else 0))
+    return requests
+
+
+def profile_counts(rows: Sequence[ProfileRow], queries: Sequence[Query], stages: Sequence[int]) -> TokenCounts:
+    """Tokens that the profile of these queries took, however many runs share it. A prompt is read in every round."""
     prompt_tokens = {query.query_id: len(query.prompt_ids) for query in queries}
     return TokenCounts(
         generated=sum(row.num_tokens for row in rows),
-        prompt_generated=sum(prompt_tokens[row.query_id] for row in rows),
+        prompt_generated=sum(
+            prompt_tokens[row.query_id] * (1 + sum(stage < row.num_drawn for stage in stages)) for row in rows
+        ),
     )
 
 
@@ -125,7 +148,7 @@ def read_profile(run_dir: Path, queries: Sequence[Query], identity: ProfileIdent
             "profile the whole data set, or leave out profile.reuse"
         )
     ordered = tuple(rows[query.query_id] for query in queries)
-    return Profile(ordered, profile_counts(ordered, queries))
+    return Profile(ordered, profile_counts(ordered, queries, identity.sampling.get("stages", ())))
 
 
 def _read_rows(path: Path) -> dict[str, ProfileRow]:

@@ -1,6 +1,7 @@
 """One run directory: its lock, its owner, and what its stages share."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -27,8 +28,10 @@ from sgpo_jax.rewards import VerifierPool
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.rollouts.engine import Engine, Probe
 from sgpo_jax.rollouts.jax_engine import JaxEngine
+from sgpo_jax.rollouts.placement import claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
-from sgpo_jax.rollouts.vllm_engine import make_vllm_engine
+from sgpo_jax.rollouts.turns import OwnDevices, SharedDevices, Turns
+from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
 from sgpo_jax.telemetry import check_trackers, say
 from sgpo_jax.types import Query, UserError
 
@@ -118,6 +121,13 @@ class Run:
             run_seed=self.config.seed,
         )
 
+    @property
+    def turns(self) -> Turns:
+        """The engine and the trainer on their devices."""
+        if self.config.vllm.placement == "shared" and isinstance(self.engine, VLLMEngine):
+            return SharedDevices(self.engine)
+        return OwnDevices()
+
     @cached_property
     def prober(self) -> Prober:
         queries = self.loaded.queries[: self.config.vllm.probe_prompts]
@@ -175,8 +185,10 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Lock the run directory for as long as the block lasts, and hold it to one configuration.
 
-    Raises UserError: the directory cannot be written, is in use, or belongs to another configuration.
+    Raises UserError: the directory cannot be written, is in use, or belongs to another configuration; the devices do
+    not suffice.
     """
+    config = place(config, num_gpus(os.environ))
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -189,6 +201,7 @@ def open_run(config: Config) -> Iterator[Run]:
     try:
         _check_owner(config, run_dir)
         sweep(run_dir)
+        claim(config.mesh)
         everything = make_mesh(config.mesh)
         mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
         with nullcontext() if mesh is None else jax.set_mesh(mesh):

@@ -80,6 +80,19 @@ def test_greso_skips_half_of_the_hopeless_and_trivial_in_the_second_epoch(k):
     assert counts.trained == 0
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_just_in_time_profiles_every_query_and_reuses_the_informative(size):
+    workload = make_workload({0: 300, 2: 400, 4: 300})
+    forecast = simulate(workload, settings("just_in_time", just_in_time={"group_size": size}))
+    profiling, counts = forecast.ledger.tokens[Stage.PROFILING], training_of(forecast)
+    assert (profiling.generated, profiling.prompt_generated) == (2 * 1000 * 2 * 50, 2 * 1000 * 10)
+    num_groups = counts.reused / (2 * 50)
+    assert num_groups == pytest.approx(2 * (400 * 2 * 0.25 * 0.75 + 300 * 0.5), rel=0.1)
+    assert counts.generated == num_groups * (size - 2) * 100
+    assert counts.trained == counts.generated + counts.reused
+    assert num_groups / 8 <= forecast.num_steps <= num_groups / 8 + 2
+
+
 def test_hours_by_hand():
     ledger = Ledger(10).add(Stage.PROFILING, TokenCounts(generated=300, prompt_generated=100))
     ledger = ledger.add(Stage.TRAINING, TokenCounts(generated=500, trained=200, rematerialised=50))
@@ -102,3 +115,12 @@ def test_command_needs_neither_model_nor_profile_where_a_histogram_is_given(tmp_
 def test_a_histogram_of_another_number_of_samples_is_refused():
     with pytest.raises(UserError, match=r"forecast\.counts has 9 numbers; with profile\.num_samples=4 it needs one"):
         load_config(PAPER, ["profile.num_samples=4"])
+
+
+def test_posterior_epochs_are_forecast_from_the_profile_alone():
+    """Every query once in the second epoch, with the size of its mean rate: 8 for 0 of 8, 4 for 4 of 8 and 8 of 8."""
+    knobs = {"later_epochs": "posterior", "later_group_sizes": [4, 8], "unsolved_from_epoch": 2}
+    methods = compare(make_workload({0: 30, 4: 20, 8: 10}), settings("sgpo", sgpo=knobs))
+    (sgpo,) = [m.forecast for m in methods if m.name == "sgpo"]
+    assert training_of(sgpo).generated == (20 * 2 + 30 * 8 + 30 * 4) * 100
+    assert sgpo.num_steps == 3 + 4 + 4

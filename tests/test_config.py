@@ -7,7 +7,8 @@ from sgpo_jax.strict_yaml import all_keys, differences, dump
 from sgpo_jax.types import UserError
 
 MINIMAL = "run_dir: runs/x\nmodel: {path: m}\ndata: {train: [{path: a.jsonl}]}\n"
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+STUDY = "study-*.yaml"  # see test_study.py
+CONFIGS = sorted(path for path in (Path(__file__).parent.parent / "configs").glob("*.yaml") if not path.match(STUDY))
 
 
 @pytest.fixture
@@ -64,6 +65,18 @@ def test_overrides_reach_every_depth(file):
         ("train.loss={skip_uninformative: true, entropy_coef: 0.1}", "skip_uninformative with kl_coef or entropy_coef"),
         ("train.loss={objective: rloo, advantage_ddof: 1}", "advantage_ddof must be 0"),
         ("train.loss={objective: cispo, dual_clip: 10}", "objective=cispo has no dual_clip"),
+        ("train.loss={old_logprobs: sampler, sampler_weight_cap: 2}", "sampler_weight_cap must be empty"),
+        ("train={method: just_in_time, loss: {old_logprobs: trainer}}", "loss.old_logprobs must be sampler"),
+        ("just_in_time={num_samples: 4, group_size: 2}", "group_size=2 must be at least num_samples=4"),
+        ("just_in_time.num_samples=1", "just_in_time.num_samples=1: allowed is greater than or equal to 2"),
+        ("profile.stages=[4, 2]", "stages must increase strictly and stay below num_samples=8"),
+        ("profile.stages=[2, 8]", "stages must increase strictly and stay below num_samples=8"),
+        ("profile.certainty=0", "profile.certainty=0: allowed is greater than 0"),
+        ("sgpo.later_group_sizes=[4]", "belong to later_epochs=posterior"),
+        ("sgpo.drop_trivial_later=0.9", "belong to later_epochs=posterior"),
+        ("sgpo={later_epochs: posterior, later_group_sizes: [8, 4]}", "later_group_sizes must increase strictly"),
+        ("train.rollouts_per_step=4", "train.rollouts_per_step=4 must be at least the group size 8"),
+        ("train={rollouts_per_step: 16, num_updates: 3}", "train.num_updates must not exceed the queries of a step"),
         ("train.loss.objective=ppo", "allowed is 'dapo', 'grpo', 'dr_grpo', 'rloo', 'gspo' or 'cispo'"),
         ("nonsense", "override 'nonsense': not of the form key.sub=value"),
         ("data.train.7.path=x", "override 'data.train.7.path=x': '7' is no index of a list of 1"),
@@ -168,3 +181,10 @@ def test_every_knob_is_read_somewhere():
     code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
     unread = [key for key in all_keys(Config) if f".{key.rsplit('.', 1)[-1]}" not in code]
     assert unread == [], f"knobs that nothing reads: {unread}"
+
+
+def test_the_ratio_of_stale_groups_is_against_the_sampler(file):
+    assert load_config(file).train.loss.old_logprobs == "trainer"
+    assert load_config(file, ["train.loss.old_logprobs=sampler"]).train.loss.old_logprobs == "sampler"
+    loss = load_config(file, ["train.method=just_in_time", "train.loss.objective=grpo"]).train.loss
+    assert (loss.old_logprobs, loss.clip_high) == ("sampler", 0.2)

@@ -13,7 +13,22 @@ METHODS = {
     "dapo": {"train": {"method": "dapo"}},
     "greso": {"train": {"method": "greso", "loss": {"skip_uninformative": True}}},
     "knapsack": {"train": {"method": "knapsack", "loss": {"objective": "grpo", "kl_coef": 0.1}}},
+    "just_in_time": {"train": {"method": "just_in_time", "prompts_per_step": 2}, "just_in_time": {"chunk_queries": 20}},
+    "just_in_time, filled": {
+        "train": {"method": "just_in_time", "num_updates": 2},
+        "just_in_time": {"chunk_queries": 20, "group_size": 4},
+    },
     "reprofiled": {"sgpo": {"later_epochs": "reprofiled", "curriculum": False}},
+    "posterior": {
+        "sgpo": {
+            "later_epochs": "posterior",
+            "later_group_sizes": [4, 8],
+            "unsolved_from_epoch": 2,
+            "curriculum": False,
+        },
+        "profile": {"stages": [2, 4]},
+        "train": {"rollouts_per_step": 24},
+    },
 }
 TRAIN = {
     "epochs": 2,
@@ -25,11 +40,16 @@ TRAIN = {
 }
 
 
+def num_queries_of(name):
+    """Just-in-time profiling needs more for as many steps: it trains two rollouts of a query, if any."""
+    return 48 if name.startswith("just_in_time") else 14
+
+
 def config_of(name, run_dir):
     sections = METHODS[name]
     return demo_config(
         run_dir,
-        data={"train": [{"path": str(DEMO / "train.jsonl"), "max_queries": 14}]},
+        data={"train": [{"path": str(DEMO / "train.jsonl"), "max_queries": num_queries_of(name)}]},
         evaluate={"sets": [], "every": 0},
         refill={"when_short": "train"},
         **{**sections, "train": {**TRAIN, **sections.get("train", {})}},
@@ -57,17 +77,28 @@ def test_every_token_is_charged_and_a_stopped_run_resumes_bit_for_bit(name, tmp_
     run_all(config_of(name, tmp_path / "whole"))
     compute, rows = read_json(tmp_path / "whole" / "compute.json"), read_jsonl(tmp_path / "whole" / "metrics.jsonl")
     stages = compute["stages"]
-    assert stages["training"]["tokens"]["generated"] == generated[Purpose.TRAIN] > 0
+    assert stages["training"]["tokens"]["generated"] == generated[Purpose.TRAIN]
+    assert (generated[Purpose.TRAIN] > 0) == (name != "just_in_time")
     assert stages["profiling"]["tokens"]["generated"] == generated[Purpose.PROFILE]
-    assert generated["groups", Purpose.PROFILE] == (2 * 14 if name == "reprofiled" else 0)
-    paper = 149_376 * (12 * generated[Purpose.TRAIN] + 2 * generated[Purpose.PROFILE])
-    assert compute["total"]["paper"]["flops"] == rows[-1]["compute/paper_flops"] == paper
+    if name == "posterior":  # sequential: a query has up to three rounds
+        profile = read_jsonl(tmp_path / "whole" / "profile.jsonl")
+        num_profiled = sum({2: 1, 4: 2, 8: 3}[row["num_samples"]] for row in profile)
+    else:
+        num_profiled = 2 * num_queries_of(name) if name.startswith(("reprofiled", "just_in_time")) else 0
+    assert generated["groups", Purpose.PROFILE] == num_profiled
     trained = stages["training"]["tokens"]
-    assert trained["trained"] == sum(row.get("train/num_tokens", 0) for row in rows) <= trained["generated"]
+    reused = trained["trained"] - generated[Purpose.TRAIN] if name.startswith("just_in_time") else 0
+    assert trained["reused"] == reused <= generated[Purpose.PROFILE]
+    paper = compute["num_params"] * (12 * generated[Purpose.TRAIN] + 2 * generated[Purpose.PROFILE] + 10 * reused)
+    assert compute["total"]["paper"]["flops"] == rows[-1]["compute/paper_flops"] == paper
+    assert trained["trained"] == sum(row.get("train/num_tokens", 0) for row in rows) <= trained["generated"] + reused
+    assert trained["old_logprobs"] == 0, "the sampler's are at hand"
     assert (trained["ref_logprobs"] > 0) == (name == "knapsack")
     assert list(dict.fromkeys(row["phase"] for row in rows)) == ["e1", "e2"]
     assert {row["perf/num_compilations"] for row in rows if row["step"] > 1} == {4 if name == "knapsack" else 3}
-    assert (tmp_path / "whole" / "plan.json").exists() == (name == "reprofiled")
+    assert (tmp_path / "whole" / "plan.json").exists() == (name in ("reprofiled", "posterior"))
+    is_stale = any(abs(row.get("train/ratio", 1) - 1) > 1e-5 for row in rows)
+    assert is_stale == name.startswith("just_in_time"), "carried groups are of older weights"
     assert rows[-1]["train/learning_rate"] == pytest.approx(0.1 * 4e-4 * min(1, rows[-1]["train/num_updates"] / 10))
 
     run_until(3, config_of(name, tmp_path / "stopped"), monkeypatch)

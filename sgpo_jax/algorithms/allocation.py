@@ -4,13 +4,13 @@ sGPO (arXiv 2606.08854), sections 4.2 and 4.3. All comparisons of success rates 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
 
-from sgpo_jax.config import SGPOConfig
+from sgpo_jax.config import SGPOConfig, TrainConfig
 from sgpo_jax.types import FinishReason, RolloutGroup, UserError
 
 
@@ -35,6 +35,16 @@ class ProfileRow:
         if not 0 <= self.num_correct <= self.num_samples:
             allowed = f"0 .. num_samples={self.num_samples}"
             raise UserError(f"profile: query {self.query_id}: num_correct={self.num_correct} is not in {allowed}")
+
+    @property
+    def num_drawn(self) -> int:
+        """Completions that were asked for, judged or not."""
+        return self.num_samples + self.num_errors
+
+    def __add__(self, later: "ProfileRow") -> "ProfileRow":
+        """Of this query, with the completions that were drawn later."""
+        counts = asdict(self).keys() - {"query_id"}
+        return replace(self, **{name: getattr(self, name) + getattr(later, name) for name in counts})
 
 
 def profile_row(group: RolloutGroup) -> ProfileRow:
@@ -154,8 +164,12 @@ def bucket_of(num_correct: int, num_judged: int, config: SGPOConfig) -> int | Ex
         return Excluded.UNSOLVED
     if num_correct > exact(config.max_success_rate) * num_judged:
         return Excluded.TRIVIAL
-    sizes = config.group_sizes
-    if config.rounding == "floor":
+    return group_size_of(num_correct, num_judged, config.group_sizes, config.rounding)
+
+
+def group_size_of(num_correct: int, num_judged: int, sizes: Sequence[int], rounding: str) -> int:
+    """The size for a success rate of num_correct / num_judged, above 0; sizes: increasing. See `bucket_of`."""
+    if rounding == "floor":
         return max((size for size in sizes if size * num_correct <= num_judged), default=sizes[0])
     return min((size for size in sizes if size * num_correct >= num_judged), default=sizes[-1])
 
@@ -166,12 +180,22 @@ def draw_unsolved(
     """The unsolved queries of a phase: round(alpha · |unsolved|) of them (half to even), for each group size its own.
 
     *Reading* (section 4.3.1 leaves it open): drawn once and the same in all epochs, or anew for each epoch
-    (config.unsolved_subset). The draw depends on the order of `unsolved`: give it sorted.
+    (config.unsolved_subset). The draw depends on the order of `unsolved`: give it sorted. None before the epoch
+    config.unsolved_from_epoch, a departure from the paper.
     """
+    if epoch < config.unsolved_from_epoch:
+        return ()
     stream = epoch if config.unsolved_subset == "per_epoch" else 0  # epochs count from 1
     rng = np.random.default_rng([seed, stream, group_size])
     size = round(exact(config.unsolved_frac) * len(unsolved))
     return tuple(unsolved[index] for index in rng.choice(len(unsolved), size, replace=False))
+
+
+def prompts_of_step(config: TrainConfig, group_size: float) -> int:
+    """Queries of a step whose groups have `group_size` rollouts, in the mean; at least one."""
+    if config.rollouts_per_step is None:
+        return config.prompts_per_step
+    return max(1, int(config.rollouts_per_step / group_size))
 
 
 def exact(value: float) -> Fraction:

@@ -5,12 +5,12 @@ theirs. The itemised ledger charges what was really computed. P is the number of
 2P a token, a backward pass 4P. FLOPs are exact integers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from sgpo_jax.algorithms.allocation import Plan, bucket_of, exact
+from sgpo_jax.algorithms.allocation import Phase, bucket_of, exact
 from sgpo_jax.config import SGPOConfig
 
 EXA = 10**18
@@ -32,7 +32,8 @@ CHARGED = (Stage.PROFILING, Stage.TRAINING)
 class TokenCounts:
     """Tokens by what was computed on them. Padding is not counted.
 
-    generated: completion tokens sampled, dropped groups included; trained: those of them in the update.
+    generated: completion tokens sampled, dropped groups included; trained: those in the update.
+    reused: completion tokens of trained groups that were generated, and charged, in profiling.
     prompt_generated: prompt tokens read by the sampler, a group's prompt once (prefix caching).
     prompt_trained: prompt tokens in the update, once for each rollout.
     old_logprobs, ref_logprobs: prompt and completion tokens of the extra forward passes, where they were made.
@@ -41,11 +42,17 @@ class TokenCounts:
 
     generated: int = 0
     trained: int = 0
+    reused: int = 0
     prompt_generated: int = 0
     prompt_trained: int = 0
     old_logprobs: int = 0
     ref_logprobs: int = 0
     rematerialised: int = 0
+
+    @property
+    def num_completion(self) -> int:
+        """Completion tokens that passed through sampler or update, twice where through both; grows as a stage does."""
+        return self.generated + self.trained
 
     def __add__(self, other: "TokenCounts") -> "TokenCounts":
         return TokenCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -58,13 +65,19 @@ def paper_flops(stage: Stage, counts: TokenCounts, num_params: int) -> int:
     """2P for each token generated; in training 12P, dropped groups included; prompts are free (appendix G.4).
 
     The 12P stand for rollout 2P, reference 2P and update 6P, rounded up by the authors; DAPO has no reference model.
+    *Reading*, since the authors' method trains on nothing of its profile: a token that is trained after all costs the
+    other 10P then, so that in the end it cost as much as any.
     """
-    per_token = 12 if stage is Stage.TRAINING else 2
-    return per_token * num_params * counts.generated
+    if stage is Stage.TRAINING:
+        return num_params * (12 * counts.generated + 10 * counts.reused)
+    return 2 * num_params * counts.generated
 
 
 def itemised_flops(counts: TokenCounts, num_params: int) -> int:
-    """2P for each token of a forward pass that was made, 6P for each token of the update; prompts are charged."""
+    """2P for each token of a forward pass that was made, 6P for each token of the update; prompts are charged.
+
+    A reused token is among the generated of profiling and the trained of training, and so needs no charge of its own.
+    """
     forward = counts.generated + counts.prompt_generated + counts.old_logprobs + counts.ref_logprobs
     update = counts.trained + counts.prompt_trained
     return num_params * (2 * (forward + counts.rematerialised) + 6 * update)
@@ -96,7 +109,7 @@ class Ledger:
         """
         wasted = latest.tokens[Stage.WASTED]
         for stage in CHARGED:
-            if latest.tokens[stage].generated > self.tokens[stage].generated:
+            if latest.tokens[stage].num_completion > self.tokens[stage].num_completion:
                 wasted += latest.tokens[stage] - self.tokens[stage]
         return replace(self, tokens={**self.tokens, Stage.WASTED: wasted})
 
@@ -141,11 +154,15 @@ class MeanLengths:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSize:
-    """How many queries are rolled out with a group size, and how many of the groups are expected to be trained."""
+    """How many queries are rolled out with a group size, and how many groups are expected to be trained.
+
+    num_reused: completions of the trained groups that profiling sampled.
+    """
 
     group_size: int
     num_queries: int
     num_trained: float
+    num_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +171,9 @@ class Forecast:
     num_steps: int
 
 
-def phases_of_plan(plan: Plan) -> tuple[PhaseSize, ...]:
-    """The sizes of a plan's phases. sGPO refills nothing: every group is trained."""
-    return tuple(PhaseSize(p.group_size, len(p.query_ids), len(p.query_ids)) for p in plan.phases)
+def sizes_of(phases: Sequence[Phase]) -> tuple[PhaseSize, ...]:
+    """Of planned phases. sGPO refills nothing: every group is trained."""
+    return tuple(PhaseSize(p.group_size, len(p.query_ids), len(p.query_ids)) for p in phases)
 
 
 def phases_of_histogram(
@@ -164,14 +181,16 @@ def phases_of_histogram(
 ) -> tuple[PhaseSize, ...]:
     """The sizes of the plan of a profile of which only the histogram is known: num_correct -> number of queries."""
     buckets = {k: bucket_of(k, num_samples, config) for k in num_queries_of}
-    num_mixed_in = round(exact(config.unsolved_frac) * num_queries_of.get(0, 0))
+    share = round(exact(config.unsolved_frac) * num_queries_of.get(0, 0))
     phases = []
-    for group_size in config.group_sizes:
-        num_learnable = sum(num_queries_of[k] for k, bucket in buckets.items() if bucket == group_size)
-        if num_learnable:
-            num_queries = num_learnable + num_mixed_in
-            phases.append(PhaseSize(group_size, num_queries, num_queries))
-    return tuple(phases) * epochs
+    for epoch in range(1, epochs + 1):
+        num_mixed_in = share if epoch >= config.unsolved_from_epoch else 0
+        for group_size in config.group_sizes:
+            num_learnable = sum(num_queries_of[k] for k, bucket in buckets.items() if bucket == group_size)
+            if num_learnable:
+                num_queries = num_learnable + num_mixed_in
+                phases.append(PhaseSize(group_size, num_queries, num_queries))
+    return tuple(phases)
 
 
 def uniform_phases(
@@ -193,34 +212,38 @@ def forecast(
     lengths: MeanLengths,
     *,
     num_params: int,
-    prompts_per_step: int,
+    prompts_of_step: Callable[[float], int],
     rematerialise: bool,
     num_profiled: int = 0,
-    num_samples: int = 0,
+    num_profile_completions: int = 0,
 ) -> Forecast:
     """Expected tokens, FLOPs and steps of a run with one update a step, so without passes for old log-probabilities.
 
-    num_profiled queries with num_samples completions each come first (none for DAPO). The last step of a phase may be
-    short. rematerialise: whether the backward pass computes the activations again.
+    num_profiled queries are profiled, with num_profile_completions in all (none for DAPO). The last step of a phase may
+    be short. prompts_of_step: queries of a step, by the group size. rematerialise: whether the backward pass computes
+    the activations again.
     """
     ledger = Ledger(num_params).add(
         Stage.PROFILING,
         TokenCounts(
-            generated=round(num_profiled * num_samples * lengths.profiling),
+            generated=round(num_profile_completions * lengths.profiling),
             prompt_generated=round(num_profiled * lengths.prompt),
         ),
     )
     for phase in phases:
         ledger = ledger.add(Stage.TRAINING, _phase_counts(phase, lengths, rematerialise))
-    return Forecast(ledger, sum(-(-round(phase.num_trained) // prompts_per_step) for phase in phases))
+    num_steps = sum(-(-round(phase.num_trained) // prompts_of_step(phase.group_size)) for phase in phases)
+    return Forecast(ledger, num_steps)
 
 
 def _phase_counts(phase: PhaseSize, lengths: MeanLengths, rematerialise: bool) -> TokenCounts:
-    trained = round(phase.num_trained * phase.group_size * lengths.training)
+    num_fresh = phase.num_trained * phase.group_size - phase.num_reused
+    trained = round(num_fresh * lengths.training + phase.num_reused * lengths.profiling)
     prompt_trained = round(phase.num_trained * phase.group_size * lengths.prompt)
     return TokenCounts(
         generated=round(phase.num_queries * phase.group_size * lengths.training),
         trained=trained,
+        reused=round(phase.num_reused * lengths.profiling),
         prompt_generated=round(phase.num_queries * lengths.prompt),
         prompt_trained=prompt_trained,
         rematerialised=(trained + prompt_trained) if rematerialise else 0,

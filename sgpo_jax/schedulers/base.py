@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sgpo_jax.types import GroupRequest, RolloutGroup
+from sgpo_jax.types import GroupRequest, Purpose, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,8 @@ class Decision:
     """What to do with the groups that came back.
 
     train: the groups of this step, when `ready`. A group that lacks rollouts is never among them. Empty where nothing
-        of what was rolled out can be trained on: the step is then one without an update.
+        of what was rolled out can be trained on: the step is then one without an update. A group may have been asked
+        for as a profile; rollouts beyond its request's number were then added to it, asked for to be trained.
     ready: make a step now; else propose again.
     phase: the name of the phase that `train` belongs to; ends_phase: it was that phase's last step.
     done: the schedule ends with this step; only where `ready`.
@@ -56,6 +57,11 @@ def split_incomplete(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup]
     """The groups whose every completion came, and how many lack one after the engine's retries."""
     complete = [g for g in groups if all(r.completion.error is None for r in g.rollouts)]
     return complete, len(groups) - len(complete)
+
+
+def reused(group: RolloutGroup) -> tuple[Rollout, ...]:
+    """The rollouts of a trained group that were asked for as a profile, and charged as one."""
+    return group.rollouts[: group.request.num_samples] if group.request.purpose is Purpose.PROFILE else ()
 
 
 def in_order(groups: Sequence[RolloutGroup], requests: Sequence[GroupRequest]) -> list[RolloutGroup]:

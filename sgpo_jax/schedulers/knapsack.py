@@ -22,7 +22,7 @@ class KnapsackScheduler:
     ) -> None:
         self._queries = queries
         self._mean_group_size = mean_group_size
-        self._order = ShuffledOrder([sorted(queries)] * epochs, prompts_per_step, seed)
+        self._order = ShuffledOrder([sorted(queries)] * epochs, [prompts_per_step] * epochs, seed)
         self._history: dict[str, QueryHistory] = {}
         self._current: Portion[str] | None = None
         self._requests: list[GroupRequest] = []

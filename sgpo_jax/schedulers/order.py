@@ -26,8 +26,10 @@ class ShuffledOrder(Generic[T]):
     A portion never mixes two stretches, so that the last one of a stretch may be short. No stretch may be empty.
     """
 
-    def __init__(self, stretches: Sequence[Sequence[T]], portion_size: int, seed: int) -> None:
-        parts = [_portions(i, stretch, portion_size, seed) for i, stretch in enumerate(stretches)]
+    def __init__(self, stretches: Sequence[Sequence[T]], portion_sizes: Sequence[int], seed: int) -> None:
+        """portion_sizes: one for each stretch."""
+        sized = zip(stretches, portion_sizes, strict=True)
+        parts = [_portions(i, stretch, size, seed) for i, (stretch, size) in enumerate(sized)]
         numbered = grain.MapDataset.concatenate(parts).map_with_index(
             lambda index, part: Portion(index, part[0], part[1], part[2])
         )

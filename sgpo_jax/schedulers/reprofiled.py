@@ -7,7 +7,7 @@ from typing import Any
 from sgpo_jax.algorithms.allocation import Phase, ProfileRow, plan_phases, profile_row
 from sgpo_jax.config import Config
 from sgpo_jax.schedulers.base import Decision
-from sgpo_jax.schedulers.sgpo import SGPOScheduler
+from sgpo_jax.schedulers.epochs import EpochByEpoch
 from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup
 
 
@@ -21,11 +21,9 @@ class ReprofiledScheduler:
     def __init__(self, first_epoch: Sequence[Phase], queries: Mapping[str, Query], config: Config) -> None:
         self._queries = queries
         self._config = config
-        self._phases = tuple(first_epoch)
+        self._steps = EpochByEpoch(first_epoch, queries, config)
         self._profiles: list[tuple[ProfileRow, ...]] = []  # one for each later epoch so far
-        self._epoch_ends = [0]  # steps up to the end of each epoch so far, that of none first
         self._is_profiling = False
-        self._steps = self._planned_steps()
 
     @property
     def num_steps(self) -> None:
@@ -43,14 +41,8 @@ class ReprofiledScheduler:
         if self._is_profiling:
             return self._accept_profile(groups)
         decision = self._steps.accept(groups)
-        num_done = round(decision.progress * self._steps.num_steps)
-        start, end = self._epoch_ends[-2:]
-        self._is_profiling = decision.done and self._epoch < self._config.train.epochs
-        return replace(
-            decision,
-            done=decision.done and not self._is_profiling,
-            progress=(self._epoch - 1 + (num_done - start) / (end - start)) / self._config.train.epochs,
-        )
+        self._is_profiling = decision.done and self._steps.epoch < self._config.train.epochs
+        return replace(decision, done=decision.done and not self._is_profiling)
 
     def state_dict(self) -> dict[str, Any]:
         profiles = [[asdict(row) for row in rows] for rows in self._profiles]
@@ -63,40 +55,23 @@ class ReprofiledScheduler:
         self._steps.load_state_dict(state["steps"])
         self._is_profiling = state["is_profiling"]
 
-    @property
-    def _epoch(self) -> int:
-        return len(self._profiles) + 1
-
     def _accept_profile(self, groups: Sequence[RolloutGroup]) -> Decision:
         self._is_profiling = False
         has_phases = self._plan_next_epoch(tuple(sorted(map(profile_row, groups), key=lambda row: row.query_id)))
         return Decision(
             train=(),
             ready=not has_phases,
-            phase=f"e{self._epoch}",
+            phase=f"e{self._steps.epoch}",
             ends_phase=False,
             done=not has_phases,
-            progress=1.0 if not has_phases else (self._epoch - 1) / self._config.train.epochs,
+            progress=1.0 if not has_phases else (self._steps.epoch - 1) / self._config.train.epochs,
         )
 
     def _plan_next_epoch(self, rows: tuple[ProfileRow, ...]) -> bool:
-        """Add the epoch's phases behind those before it; whether there are any."""
+        """Whether it has any phase."""
         self._profiles.append(rows)
-        plan = plan_phases(rows, self._config.sgpo, self._epoch, self._config.seed)
-        phases = tuple(phase for phase in plan.phases if phase.epoch == self._epoch)
-        self._phases += phases
-        position = self._steps.state_dict()
-        self._steps = self._planned_steps()
-        self._steps.load_state_dict(position)
+        epoch = self._steps.epoch + 1
+        plan = plan_phases(rows, self._config.sgpo, epoch, self._config.seed)
+        phases = tuple(phase for phase in plan.phases if phase.epoch == epoch)
+        self._steps.add(phases)
         return bool(phases)
-
-    def _planned_steps(self) -> SGPOScheduler:
-        steps = SGPOScheduler(
-            self._phases,
-            self._queries,
-            prompts_per_step=self._config.train.prompts_per_step,
-            seed=self._config.seed,
-            curriculum=self._config.sgpo.curriculum,
-        )
-        self._epoch_ends.append(steps.num_steps)
-        return steps

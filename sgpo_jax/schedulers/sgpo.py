@@ -1,8 +1,9 @@
 """sGPO's curriculum: phases of growing group size, easy to hard (arXiv 2606.08854, section 4.3.3)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from sgpo_jax.algorithms.allocation import Phase
@@ -25,13 +26,15 @@ class SGPOScheduler:
         phases: Sequence[Phase],
         queries: Mapping[str, Query],
         *,
-        prompts_per_step: int,
+        prompts_of_step: Callable[[float], int],
         seed: int,
         curriculum: bool = True,
     ) -> None:
+        """prompts_of_step: queries of a step, by the mean group size of its phase."""
         stretches = _requests(phases, queries, curriculum)
         self._names = list(stretches)
-        self._order = ShuffledOrder(list(stretches.values()), prompts_per_step, seed)
+        sizes = [prompts_of_step(fmean(r.num_samples for r in requests)) for requests in stretches.values()]
+        self._order = ShuffledOrder(list(stretches.values()), sizes, seed)
         self._current: Portion[GroupRequest] | None = None
 
     @property

@@ -58,7 +58,7 @@ class UniformScheduler:
         self._prompts_per_step = prompts_per_step
         self._refill = refill
         self._oversample = oversample
-        self._order = ShuffledOrder([sorted(queries)] * epochs, 1, seed)
+        self._order = ShuffledOrder([sorted(queries)] * epochs, [1] * epochs, seed)
         self._step = RefillStep()
         self._round: list[GroupRequest] = []
 

@@ -14,6 +14,7 @@ from sgpo_jax.data.batching import Batch, BatchShape, padding_frac
 from sgpo_jax.files import write_jsonl
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.rollouts.engine import Probe
+from sgpo_jax.rollouts.turns import Turns
 from sgpo_jax.schedulers import Decision, Scheduler
 from sgpo_jax.telemetry import Metrics, Stopwatch, progress, say
 from sgpo_jax.training.metrics import rollout_metrics, rollout_sample, update_metrics
@@ -31,6 +32,7 @@ class TrainingParts:
 
     reference: parameters that the KL divergence is from, None without one; never donated.
     spent(): the loop's own ledger as it was last written. account(own): write it, and give the ledger of the whole run.
+    turns: whose turn it is on the devices, the engine's or the trainer's.
     probe(params): what the engine is held to after it got a copy of them; None where it shares them.
     evaluate(step): figures of an evaluation of the engine's weights; it writes its own file.
     export(params, phase): to Hugging Face.
@@ -47,6 +49,7 @@ class TrainingParts:
     metrics: Metrics
     spent: Callable[[], Ledger]
     account: Callable[[Ledger], Ledger]
+    turns: Turns
     probe: Callable[[Any], Probe | None]
     evaluate: Callable[[int], dict[str, float]]
     export: Callable[[Any, str], None]
@@ -75,23 +78,27 @@ def train(parts: TrainingParts, state: TrainState) -> TrainState:
     config = parts.config
     rollouts = config.rollouts
     sampling = SamplingParams(rollouts.max_completion_tokens, rollouts.temperature, rollouts.top_p)
-    _sync(parts, state)
+    state, probe = _hand_over(parts, state)
+    _sync(parts, state, probe)
     with progress("train", parts.scheduler.num_steps, done=at.step) as bar:
         while not at.done:
             watch = Stopwatch()
             decision, groups = _roll_out(parts, at, sampling, watch)
             at.done = decision.done
             with watch.time("update"):
+                state = parts.turns.trainer(state)
                 state, results, batches = _update(parts, state, decision)
             at.step += 1
             at.ledger = at.ledger.add(Stage.TRAINING, trained_counts(decision.train, config))
             with watch.time("sync"):
+                state, probe = _hand_over(parts, state)
                 try:
-                    sync = _sync(parts, state)
+                    sync = _sync(parts, state, probe)
                 except MachineError as error:
                     at.failure, sync = error, {}
             line = _finish_step(parts, state, at, decision, groups, results, batches, sync, watch)
-            bar.advance(note=f"{decision.phase}  accuracy {line['rollouts/accuracy']:.3f}")
+            accuracy = f"accuracy {line['rollouts/accuracy']:.3f}" if groups else "nothing sampled"
+            bar.advance(note=f"{decision.phase}  {accuracy}")
     parts.checkpoints.wait()
     return state
 
@@ -119,7 +126,7 @@ def _resume(parts: TrainingParts, state: TrainState) -> tuple[TrainState, _Progr
 def _roll_out(
     parts: TrainingParts, at: _Progress, sampling: SamplingParams, watch: Stopwatch
 ) -> tuple[Decision, list[RolloutGroup]]:
-    """Propose and roll out until the scheduler has a step's groups; gives all that were generated to be trained on.
+    """Propose and roll out until the scheduler has a step's groups; gives all that were generated for it.
 
     Every token is charged, those of a step that the scheduler gives up on too.
     """
@@ -128,10 +135,9 @@ def _roll_out(
         requests = parts.scheduler.propose()
         with watch.time("generate"):
             new = list(parts.collector.collect(requests, sampling))
-        by_purpose = {purpose: [g for g in new if g.request.purpose is purpose] for purpose in _STAGES}
         for purpose, stage in _STAGES.items():
-            at.ledger = at.ledger.add(stage, _generated(by_purpose[purpose]))
-        groups += by_purpose[Purpose.TRAIN]
+            at.ledger = at.ledger.add(stage, _generated([g for g in new if g.request.purpose is purpose]))
+        groups += new
         try:
             decision = parts.scheduler.accept(new)
         except UserError:
@@ -155,9 +161,15 @@ def _update(
     return state, results, [batch for batches in updates for batch in batches]
 
 
-def _sync(parts: TrainingParts, state: TrainState) -> Mapping[str, float]:
+def _hand_over(parts: TrainingParts, state: TrainState) -> tuple[TrainState, Probe | None]:
+    """The devices to the engine, with the probe of the weights that it is to have."""
+    probe = parts.probe(state.params)
+    return parts.turns.sampler(state), probe
+
+
+def _sync(parts: TrainingParts, state: TrainState, probe: Probe | None) -> Mapping[str, float]:
     """Bring the engine to the newest weights."""
-    return parts.collector.engine.update_weights(state.params, int(state.num_updates), parts.probe(state.params))
+    return parts.collector.engine.update_weights(state.params, int(state.num_updates), probe)
 
 
 def _finish_step(

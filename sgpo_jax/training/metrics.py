@@ -14,12 +14,16 @@ from sgpo_jax.types import FinishReason, Rollout, RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], decision: Decision) -> dict[str, float]:
-    """Of all groups that were generated for a step, trained or not. Lengths are in tokens."""
+    """Of all groups that were generated for a step, trained or not, profiled ones included. Lengths are in tokens.
+
+    What a group is filled up with later counts as rollouts, not as a group.
+    """
+    whole = [group for group in groups if group.request.first_sample == 0]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if rollout.is_judged]
     lengths = [rollout.num_tokens for rollout in rollouts]
     metrics = {
-        "rollouts/num_groups": len(groups),
+        "rollouts/num_groups": len(whole),
         "rollouts/num_rollouts": len(rollouts),
         "rollouts/num_errors": len(rollouts) - len(judged),
         "rollouts/num_tokens": sum(lengths),
@@ -28,7 +32,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], decision: Decision) -> dict[
         "rollouts/completion_tokens": _mean(lengths),
         "rollouts/completion_tokens_max": max(lengths, default=0),
         "rollouts/truncated_frac": _mean([r.completion.finish_reason is FinishReason.LENGTH for r in rollouts]),
-        "rollouts/zero_variance_frac": _mean([not is_informative(group) for group in groups]),
+        "rollouts/zero_variance_frac": _mean([not is_informative(group) for group in whole]),
         "rollouts/num_trained_groups": len(decision.train),
     }
     return metrics | {f"dropped/{reason}": count for reason, count in decision.dropped.items()}

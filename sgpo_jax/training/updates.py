@@ -8,7 +8,8 @@ import numpy as np
 from sgpo_jax.algorithms.advantages import k1_reward_penalty
 from sgpo_jax.algorithms.compute import TokenCounts
 from sgpo_jax.config import Config
-from sgpo_jax.data.batching import Batch, BatchShape, TrainSequence, completions_of, pack
+from sgpo_jax.data.batching import Batch, BatchShape, TrainSequence, completions_of, pack, with_old_logprobs
+from sgpo_jax.schedulers import reused
 from sgpo_jax.training.sequences import is_informative, train_sequences
 from sgpo_jax.training.step import TrainStep
 from sgpo_jax.types import RolloutGroup
@@ -29,14 +30,18 @@ def make_updates(
         sequences = _sequences([groups[i] for i in share.tolist()], step, reference, shape, config)
         if any(sequence.num_loss_tokens for sequence in sequences):
             updates.append(_batches(sequences, step, reference, shape, config))
-    if num_updates > 1:
+    if config.train.loss.old_logprobs == "sampler":
+        updates = [[with_old_logprobs(b, b.sampler_logprobs_BT) for b in batches] for batches in updates]
+    elif num_updates > 1:
         updates = [step.old_logprobs(params, batches) for batches in updates]
     return updates
 
 
 def trained_counts(groups: Sequence[RolloutGroup], config: Config) -> TokenCounts:
-    """Tokens of the passes that `make_updates` and the updates make, for the itemised ledger."""
+    """Tokens of the passes that `make_updates` and the updates make, for the itemised ledger; and for the paper's,
+    those of whole groups that profiling has already been charged for."""
     loss = config.train.loss
+    num_reused = sum(rollout.num_tokens for group in groups for rollout in reused(group))
     if loss.skip_uninformative:
         groups = [group for group in groups if is_informative(group)]
     completions = sum(r.num_tokens for group in groups for r in group.rollouts if r.is_judged)
@@ -44,8 +49,9 @@ def trained_counts(groups: Sequence[RolloutGroup], config: Config) -> TokenCount
     both = completions + prompts
     return TokenCounts(
         trained=completions,
+        reused=num_reused,
         prompt_trained=prompts,
-        old_logprobs=both if config.train.num_updates > 1 else 0,
+        old_logprobs=both if config.train.num_updates > 1 and loss.old_logprobs == "trainer" else 0,
         ref_logprobs=both if loss.kl_coef else 0,
         rematerialised=both if config.model.remat == "full" else 0,
     )

@@ -16,7 +16,7 @@ from sgpo_jax.algorithms.compute import (
     itemised_flops,
     paper_flops,
     phases_of_histogram,
-    phases_of_plan,
+    sizes_of,
     uniform_phases,
 )
 from sgpo_jax.config import SGPOConfig
@@ -24,6 +24,7 @@ from sgpo_jax.config import SGPOConfig
 COUNTS = TokenCounts(
     generated=1000,
     trained=600,
+    reused=70,
     prompt_generated=100,
     prompt_trained=200,
     old_logprobs=800,
@@ -34,7 +35,7 @@ COUNTS = TokenCounts(
 
 def test_paper_ledger_by_hand():
     assert paper_flops(Stage.PROFILING, COUNTS, num_params=10) == 2 * 10 * 1000
-    assert paper_flops(Stage.TRAINING, COUNTS, num_params=10) == 12 * 10 * 1000
+    assert paper_flops(Stage.TRAINING, COUNTS, num_params=10) == 12 * 10 * 1000 + 10 * 10 * 70
 
 
 def test_itemised_ledger_by_hand():
@@ -47,6 +48,7 @@ def test_itemised_ledger_by_hand():
     [
         ("generated", 2),
         ("trained", 6),
+        ("reused", 0),
         ("prompt_generated", 2),
         ("prompt_trained", 6),
         ("old_logprobs", 2),
@@ -58,10 +60,25 @@ def test_what_each_token_costs(name, charge):
     assert itemised_flops(TokenCounts(**{name: 7}), num_params=3) == charge * 3 * 7
 
 
+def test_a_reused_token_costs_as_much_as_any_other():
+    """100 tokens profiled, 40 of them trained with 30 fresh ones; against 130 rolled out, of which 70 are trained."""
+    profiled = Ledger(10).add(Stage.PROFILING, TokenCounts(generated=100))
+    reuse = profiled.add(Stage.TRAINING, TokenCounts(generated=30, trained=70, reused=40))
+    assert reuse.paper_flops == 10 * (2 * 60 + 12 * 70)
+    plain = Ledger(10).add(Stage.TRAINING, TokenCounts(generated=130, trained=70))
+    assert reuse.itemised_flops == plain.itemised_flops == 10 * (2 * 130 + 6 * 70)
+
+
+def test_repeated_updates_are_wasted_even_where_nothing_was_generated():
+    start = Ledger(10)
+    update = TokenCounts(trained=9, reused=9)
+    assert start.resumed(start.add(Stage.TRAINING, update)).tokens[Stage.WASTED] == update
+
+
 def test_evaluation_and_waste_are_charged_nowhere():
     ledger = Ledger(10).add(Stage.PROFILING, COUNTS).add(Stage.TRAINING, COUNTS)
     charged = ledger.paper_flops, ledger.itemised_flops
-    assert charged == (14 * 10 * 1000, 2 * 87_600)
+    assert charged == (14 * 10 * 1000 + 10 * 10 * 70, 2 * 87_600)
     apart = ledger.add(Stage.EVALUATION, COUNTS).add(Stage.WASTED, COUNTS)
     assert (apart.paper_flops, apart.itemised_flops) == charged
     assert apart.tokens[Stage.EVALUATION] == apart.tokens[Stage.WASTED] == COUNTS
@@ -110,7 +127,9 @@ LENGTHS = MeanLengths(profiling=932, training=1083, prompt=0)
 
 def published(phases, **profiling):
     """ExaFLOPs of the paper ledger: (total, profiling, training)."""
-    result = forecast(phases, LENGTHS, num_params=7_600_000_000, prompts_per_step=64, rematerialise=False, **profiling)
+    result = forecast(
+        phases, LENGTHS, num_params=7_600_000_000, prompts_of_step=lambda size: 64, rematerialise=False, **profiling
+    )
     tree = result.ledger.to_dict()
     stages = [tree["stages"][stage]["paper"]["exaflops"] for stage in ("profiling", "training")]
     return tree["total"]["paper"]["exaflops"], *stages
@@ -123,7 +142,7 @@ def test_published_dapo():
 
 def test_published_sgpo():
     phases = phases_of_histogram(HISTOGRAM, 8, SGPOConfig(), epochs=2)
-    total, profiling, training = published(phases, num_profiled=14_116, num_samples=8)
+    total, profiling, training = published(phases, num_profiled=14_116, num_profile_completions=14_116 * 8)
     assert total == pytest.approx(8.9, rel=0.03)
     assert profiling == pytest.approx(1.6, rel=0.03)
     assert training == pytest.approx(7.3, rel=0.03)
@@ -136,12 +155,15 @@ def test_published_sgpo_without_unsolved_queries():
     assert num_rollouts / sum(phase.num_queries for phase in phases) == pytest.approx(4.1, abs=0.06)
 
 
-@pytest.mark.parametrize("config", [SGPOConfig(), SGPOConfig(rounding="ceil", group_sizes=(2, 3, 16))])
+@pytest.mark.parametrize(
+    "config",
+    [SGPOConfig(), SGPOConfig(rounding="ceil", group_sizes=(2, 3, 16)), SGPOConfig(unsolved_from_epoch=2)],
+)
 @pytest.mark.parametrize("counts", [{0: 25, 1: 7, 2: 5, 3: 6, 4: 3, 7: 9}, {0: 25, 2: 5}, {1: 3, 8: 2}])
 def test_histogram_and_plan_have_the_same_phases(config, counts):
     rows = [ProfileRow(f"{k}-{i}", 8, k, 0, 0, 0) for k, count in counts.items() for i in range(count)]
     plan = plan_phases(rows, config, epochs=2, seed=0)
-    assert phases_of_plan(plan) == phases_of_histogram(counts, 8, config, epochs=2)
+    assert sizes_of(plan.phases) == phases_of_histogram(counts, 8, config, epochs=2)
 
 
 def test_informative_groups_of_uniform_sampling():
@@ -153,7 +175,12 @@ def test_informative_groups_of_uniform_sampling():
 def test_forecast_by_hand():
     phases = [PhaseSize(group_size=2, num_queries=10, num_trained=10), PhaseSize(8, 6, num_trained=2.5)]
     lengths = MeanLengths(profiling=50, training=100, prompt=30)
-    arguments = {"num_params": 1000, "prompts_per_step": 4, "num_profiled": 20, "num_samples": 8}
+    arguments = {
+        "num_params": 1000,
+        "prompts_of_step": lambda size: 4,
+        "num_profiled": 20,
+        "num_profile_completions": 160,
+    }
     result = forecast(phases, lengths, rematerialise=True, **arguments)
     assert result.num_steps == 3 + 1
     assert result.ledger.tokens[Stage.PROFILING] == TokenCounts(generated=8000, prompt_generated=600)
@@ -163,6 +190,11 @@ def test_forecast_by_hand():
         prompt_generated=300 + 180,
         prompt_trained=600 + 600,
         rematerialised=4000 + 1200,
+    )
+    half = [PhaseSize(2, num_queries=0, num_trained=5, num_reused=10), PhaseSize(4, 0, 5, 10), PhaseSize(2, 5, 0)]
+    reused = forecast(half, lengths, rematerialise=False, num_params=1000, prompts_of_step=lambda size: 4).ledger
+    assert reused.tokens[Stage.TRAINING] == TokenCounts(
+        generated=1000, trained=20 * 50 + 10 * 100, reused=20 * 50, prompt_generated=150, prompt_trained=30 * 30
     )
     without = forecast(phases, lengths, rematerialise=False, **arguments)
     assert result.ledger.itemised_flops - without.ledger.itemised_flops == 2 * 1000 * 5200

@@ -20,10 +20,22 @@ SETTINGS = {
     "alpha 0": {"sgpo": {"unsolved_frac": 0.0}},
     "redrawn": {"sgpo": {"unsolved_frac": 0.5, "unsolved_subset": "per_epoch"}},
     "reprofiled": {"sgpo": {"later_epochs": "reprofiled"}},
+    "posterior": {"sgpo": {"later_epochs": "posterior", "later_group_sizes": [4, 8], "unsolved_from_epoch": 2}},
+    "posterior, dropping": {
+        "sgpo": {
+            "later_epochs": "posterior",
+            "later_unsolved_frac": 0.5,
+            "drop_trivial_later": 0.9,
+            "curriculum": False,
+        }
+    },
+    "equal rollouts": {"train": {"rollouts_per_step": 16}},
     "dapo": {"method": "dapo", **REFILL},
     "dapo, G = 2": {"method": "dapo", "dapo": {"group_size": 2, "oversample": 1.5}, **REFILL},
     "greso": {"method": "greso", **REFILL},
     "knapsack": {"method": "knapsack"},
+    "just in time": {"method": "just_in_time", "just_in_time": {"chunk_queries": 20}, **REFILL},
+    "just in time, G = 4": {"method": "just_in_time", "just_in_time": {"chunk_queries": 7, "group_size": 4}, **REFILL},
 }
 
 
@@ -33,11 +45,16 @@ def rate_of(query_id):
 
 def fresh(name, seed=0):
     settings = dict(SETTINGS[name])
-    train = {"prompts_per_step": 4, "epochs": 2, "method": settings.pop("method", "sgpo")}
+    train = {
+        "prompts_per_step": 4,
+        "epochs": 2,
+        "method": settings.pop("method", "sgpo"),
+        **settings.pop("train", {}),
+    }
     config = make_config(train=train, seed=seed, **settings)
     rows = [ProfileRow(q, 20, round(20 * rate_of(q)), 0, 0, 0) for q in QUERIES]
-    epochs = 1 if config.sgpo.later_epochs == "reprofiled" else 2
-    return make_scheduler(config, plan_phases(rows, config.sgpo, epochs, seed), QUERIES)
+    epochs = 2 if config.sgpo.later_epochs == "stale" else 1
+    return make_scheduler(config, plan_phases(rows, config.sgpo, epochs, seed), QUERIES, rows)
 
 
 def summary(steps):
@@ -84,7 +101,7 @@ def trained(steps):
 
 def test_order_of_training_of_sgpo_and_its_ablations():
     """A shuffle across phases, or a curriculum where there must be none, fails here."""
-    for name in ("sgpo", "alpha 0", "redrawn", "reprofiled"):
+    for name in ("sgpo", "alpha 0", "redrawn", "reprofiled", "posterior", "equal rollouts"):
         order = trained(all_steps(fresh(name), rate_of))
         assert order == sorted(order), name
         assert {size for _, size in order} == {2, 4, 8}
@@ -110,3 +127,18 @@ def test_what_the_ablations_train_on():
     assert set(uniform.values()) == {2}
     assert len(uniform) == len(learnable) + 1  # a tenth of nine unsolved
     assert {size for _, size in trained(all_steps(fresh("uniform"), rate_of))} == {8}
+
+
+@pytest.mark.parametrize("name", ["sgpo", "no curriculum", "reprofiled", "dapo", "greso", "knapsack", "just in time"])
+def test_steps_of_equal_rollouts(name, monkeypatch):
+    """Whatever the group size, or in the mean where a step mixes several; but for the last step of a phase."""
+    budget = 4 if name == "just in time" else 16
+    monkeypatch.setitem(SETTINGS, "equal", {**SETTINGS[name], "train": {"rollouts_per_step": budget}})
+    steps = [d for _, d in all_steps(fresh("equal"), rate_of) if not d.ends_phase]
+    sizes = [sum(len(g.rollouts) for g in d.train) for d in steps]
+    assert len(sizes) > 2
+    if name == "no curriculum":
+        assert min(sizes) < 16 < max(sizes)
+        assert sum(sizes) / len(sizes) == pytest.approx(16, abs=4)
+    else:
+        assert set(sizes) <= ({budget} if name not in ("dapo", "greso") else {0, 8, 16})

@@ -21,7 +21,7 @@ QUERIES = {query_id: make_query(query_id) for phase in PHASES for query_id in ph
 
 
 def make_scheduler(seed=0, prompts_per_step=3, phases=PHASES):
-    return SGPOScheduler(phases, QUERIES, prompts_per_step=prompts_per_step, seed=seed)
+    return SGPOScheduler(phases, QUERIES, prompts_of_step=lambda size: prompts_per_step, seed=seed)
 
 
 def one_step(scheduler):

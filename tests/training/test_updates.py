@@ -16,6 +16,7 @@ from sgpo_jax.training.sequences import train_sequences
 from sgpo_jax.training.state import initial_state
 from sgpo_jax.training.step import TrainStep
 from sgpo_jax.training.updates import make_updates, trained_counts
+from sgpo_jax.types import Purpose
 
 SHAPE = BatchShape(num_rows=4, row_length=32)
 T, F = True, False
@@ -226,3 +227,49 @@ def test_several_updates_share_the_groups_and_the_old_policy():
     assert make_updates([], step, state.params, state.params, SHAPE, config) == []
     only_errors = [group_of("z", [None, None], 4)]
     assert make_updates(only_errors, step, state.params, state.params, SHAPE, config) == []
+
+
+def test_the_ratio_is_against_the_sampler_where_older_weights_sampled():
+    """The sampler's log-probabilities are far off here, so that many tokens are clipped."""
+    step, state, config = make_step(old_logprobs="sampler")
+    (batches,) = make_updates(GROUPS, step, state.params, None, SHAPE, config)
+    own = step.logprobs(state.params, batches_without_old(batches))
+    total = clipped = 0.0
+    for batch, logprobs_BT in zip(batches, own, strict=True):
+        np.testing.assert_array_equal(batch.old_logprobs_BT, batch.sampler_logprobs_BT)
+        mask_BT = batch.loss_mask_BT
+        ratio = np.exp(np.asarray(logprobs_BT, np.float64) - batch.sampler_logprobs_BT)[mask_BT]
+        advantage = batch.advantages_BT[mask_BT]
+        total += np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage).sum()
+        clipped += np.sum((advantage < 0) & (ratio < 0.8))
+    _, result = step.update(state, batches, 1e-2)
+    assert result.loss == pytest.approx(-total / float(batches[0].num_loss_tokens), rel=1e-4)
+    assert result.metrics.num_clipped_low == clipped > 0
+    assert step.num_compilations == 4  # the log-probabilities of this test are one of them
+
+
+def batches_without_old(batches):
+    return [dataclasses.replace(b, old_logprobs_BT=None) for b in batches]
+
+
+def test_several_updates_against_the_sampler_need_no_pass_for_old_logprobs():
+    step, state, config = make_step(train={"num_updates": 2}, old_logprobs="sampler")
+    updates = make_updates(GROUPS, step, state.params, None, SHAPE, config)
+    assert step.num_compilations == 0
+    for batches in updates:
+        for batch in batches:
+            np.testing.assert_array_equal(batch.old_logprobs_BT, batch.sampler_logprobs_BT)
+    assert trained_counts(GROUPS, config).old_logprobs == 0
+    assert trained_counts(GROUPS, make_config(train={"num_updates": 2})).old_logprobs > 0
+
+
+def test_what_was_profiled_is_reused_whatever_its_verdict_or_signal():
+    probe = make_group(make_query("p"), [T, None], purpose=Purpose.PROFILE, length=5)
+    fill = make_group(make_query("p"), [F, F, T], length=7)
+    filled = dataclasses.replace(probe, rollouts=probe.rollouts + fill.rollouts)
+    dull = make_group(make_query("d"), [F, F], purpose=Purpose.PROFILE, length=3)
+    for skip in (False, True):
+        config = make_config(train={"loss": {"skip_uninformative": skip}})
+        counts = trained_counts([filled, GROUPS[0], dull], config)
+        assert counts.reused == 2 * 5 + 2 * 3
+        assert counts.trained == 5 + 3 * 7 + 2 * 5 + (0 if skip else 2 * 3)
