@@ -105,6 +105,8 @@ class JaxEngine:
         """
         for request in requests:
             self._check(request)
+        if not requests:
+            return  # a step may have all it needs from the one before
         finished: dict[int, list[Completion]] = {i: [] for i in range(len(requests))}
         for sample, completion in self._run(requests, sampling):
             group = finished[sample.request]
