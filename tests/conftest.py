@@ -1,5 +1,9 @@
 import os
+import signal
 from pathlib import Path
+
+# A shell has what it starts with & ignore interrupts, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiled programs are kept between runs of the suite: compiling is most of its time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))

@@ -143,7 +143,7 @@ def test_ledger_is_the_sum_of_what_was_generated(finished):
     assert stages["profiling"]["tokens"]["generated"] == profiled
     assert stages["training"]["tokens"]["generated"] == trained
     num_params = compute["num_params"]
-    assert num_params == 149_376
+    assert num_params == 161_856
     assert compute["total"]["paper"]["flops"] == 2 * num_params * profiled + 12 * num_params * trained
     assert stages["wasted"]["tokens"]["generated"] == 0
     evaluated = sum(
