@@ -424,9 +424,18 @@ class EvaluateConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.7
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations during training; 0: only before and after training."""
+    """Steps between evaluations during training; 0: only before and after training, and see `times`."""
+    times: Annotated[int, Field(ge=0)] = 0
+    """Evaluations during training, spread evenly over the schedule, so that methods whose steps differ in number and
+    size are looked at equally often."""
     num_samples_during: Count = 4
     """Completions of each question in the evaluations during training."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluateConfig":
+        if self.every and self.times:
+            raise ValueError(f"every={self.every} and times={self.times} both say when; set one of them")
+        return self
 
 
 class ExportConfig(Section):
@@ -580,6 +589,16 @@ MAY_CHANGE = (
     "train.sample_rollouts",
 )
 """Keys (or their beginnings) that may change between the starts of one run: they say how it is computed, not what."""
+
+
+def binding_differences(old: Config, new: Config) -> list[str]:
+    """What keeps a run of the one from being a run of the other, each as `key: old -> new`."""
+    return [text for key, text in strict_yaml.differences(old, new).items() if not key.startswith(MAY_CHANGE)]
+
+
+def binding_settings(config: Config) -> dict[str, Any]:
+    """By dotted key, what a run's results depend on."""
+    return {key: value for key, value in strict_yaml.flat(config).items() if not key.startswith(MAY_CHANGE)}
 
 
 def source_name(source: SourceConfig) -> str:

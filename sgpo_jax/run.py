@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from sgpo_jax import profiling, strict_yaml
 from sgpo_jax.checkpoints import Checkpoints
-from sgpo_jax.config import MAY_CHANGE, Config, load_config, source_name
+from sgpo_jax.config import Config, binding_differences, load_config, source_name
 from sgpo_jax.data.queries import LoadedQueries, load_queries, overlap
 from sgpo_jax.data.templates import PromptTemplate, load_tokenizer, stop_token_ids
 from sgpo_jax.files import digest_files, read_json, sweep, write_text
@@ -28,7 +28,7 @@ from sgpo_jax.rewards import VerifierPool
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.rollouts.engine import Engine, Probe
 from sgpo_jax.rollouts.jax_engine import JaxEngine
-from sgpo_jax.rollouts.placement import claim, num_gpus, place
+from sgpo_jax.rollouts.placement import check_server, claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
 from sgpo_jax.rollouts.turns import OwnDevices, SharedDevices, Turns
 from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
@@ -102,6 +102,7 @@ class Run:
         """With the initial weights."""
         stop_ids = stop_token_ids(self.model_dir, self.tokenizer)
         if self.config.rollouts.engine == "vllm":
+            check_server(self.config.vllm, num_gpus(os.environ))
             say("vllm: starting (a minute or two)")
             return make_vllm_engine(
                 self.config,
@@ -228,13 +229,12 @@ def _check_owner(config: Config, run_dir: Path) -> None:
     if not path.exists():
         return
     try:
-        changed = strict_yaml.differences(config_of(run_dir), config)
+        binding = binding_differences(config_of(run_dir), config)
     except UserError:
         raise UserError(f"{path}: is there already, and is no run's configuration; name another run_dir") from None
     has_results = any(
         (run_dir / name).exists() for name in ("profile.jsonl", "plan.json", "eval", "metrics.jsonl", "checkpoints")
     )
-    binding = [text for key, text in changed.items() if not key.startswith(MAY_CHANGE)]
     if has_results and binding:
         raise UserError(
             f"run_dir={run_dir}: belongs to another configuration ({'; '.join(binding)}); set these back, or name "

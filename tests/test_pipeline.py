@@ -1,5 +1,6 @@
 """The whole path on the demo's model: every artefact, resuming, and the errors a user meets."""
 
+import itertools
 import json
 import shutil
 from itertools import pairwise
@@ -14,6 +15,7 @@ from sgpo_jax.files import read_json, read_jsonl, write_jsonl
 from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.run import open_run
 from sgpo_jax.telemetry import Metrics
+from sgpo_jax.training.step import TrainStep
 from sgpo_jax.types import MachineError, UserError
 
 DEMO = Path(__file__).parent.parent / "sgpo_jax" / "demo"
@@ -225,6 +227,27 @@ def test_a_run_stopped_at_a_step_and_resumed_is_bit_identical(finished, tmp_path
     assert ours["stages"]["wasted"]["tokens"]["generated"] == lost
     for stage in ("profiling", "training", "evaluation"):
         assert ours["stages"][stage] == theirs["stages"][stage]
+
+
+def test_what_a_step_spent_before_it_died_is_known_as_wasted(finished, tmp_path, monkeypatch):
+    run_dir, expected = tmp_path / "run", read_jsonl(finished / "metrics.jsonl")
+    update, num_updates = TrainStep.update, itertools.count(1)
+
+    def dying(self, *arguments):
+        if next(num_updates) == 3:
+            raise MachineError("out of memory")
+        return update(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "update", dying)
+        with pytest.raises(MachineError, match="out of memory"):
+            run_all(demo_config(run_dir))
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 2
+    run_all(demo_config(run_dir))
+    ours, theirs = (read_json(d / "compute.json")["stages"] for d in (run_dir, finished))
+    assert ours["training"] == theirs["training"]
+    wasted = ours["wasted"]["tokens"]
+    assert (wasted["generated"], wasted["trained"]) == (expected[2]["rollouts/num_tokens"], 0)
 
 
 def test_a_sync_that_fails_for_good_ends_the_run_with_its_step_saved(finished, tmp_path, monkeypatch):

@@ -8,12 +8,13 @@ this process's CUDA_VISIBLE_DEVICES, which therefore stays what the numbers in t
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from sgpo_jax.config import Config, MeshConfig
+from sgpo_jax.config import Config, MeshConfig, VLLMConfig
 from sgpo_jax.types import MachineError, UserError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -35,8 +36,9 @@ def visible_devices(numbers: Sequence[int], environment: Mapping[str, str]) -> s
 def place(config: Config, count: int) -> Config:
     """The configuration with mesh.devices, vllm.devices and vllm.data_parallel filled in, on a machine of `count` GPUs.
 
-    Left as it is where no server of the run's own takes GPUs. Raises UserError where the GPUs do not suffice, are named
-    twice, or are shared without both shares of their memory.
+    Left as it is where no server of the run's own takes GPUs, and on a machine without any, where a plan can be made
+    but no server started (`check_server`). Raises UserError where the GPUs do not suffice, are named twice, or are
+    shared without both shares of their memory.
     """
     if config.rollouts.engine != "vllm":
         return config
@@ -45,6 +47,8 @@ def place(config: Config, count: int) -> Config:
         if is_shared:
             raise UserError("vllm.placement=shared: only with a server that the run starts itself, on GPUs")
         return config
+    if not count:
+        return config
     _check_numbers(config, count)
     trainer, server = (_shared if is_shared else _split)(config, count)
     mesh = config.mesh.model_copy(update={"devices": trainer})
@@ -52,10 +56,18 @@ def place(config: Config, count: int) -> Config:
     return config.model_copy(update={"mesh": mesh, "vllm": vllm})
 
 
+def check_server(config: VLLMConfig, count: int) -> None:
+    """Raises UserError where a server of the run's own is for GPUs, and `count` is 0."""
+    if config.platform == "cuda" and not config.urls and not count:
+        raise UserError(
+            "vllm.platform=cuda: this process sees no GPU; set vllm.platform=cpu, or name running servers in vllm.urls"
+        )
+
+
 def claim(config: MeshConfig, environment: Any = os.environ) -> None:
     """Tell JAX its GPUs and its share of their memory, before it first uses a device.
 
-    Raises MachineError where that was too late.
+    Raises MachineError where that was too late, UserError where JAX has no GPUs at all.
     """
     if config.memory_frac is not None:
         environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name; JAX refuses to have both
@@ -63,7 +75,12 @@ def claim(config: MeshConfig, environment: Any = os.environ) -> None:
     if not config.devices:
         return
     jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.devices)))
-    if jax.default_backend() == "gpu" and len(jax.local_devices()) != len(config.devices):
+    if jax.default_backend() != "gpu":
+        raise UserError(
+            f"mesh.devices={list(config.devices)}: GPUs are meant for the trainer, but JAX runs on "
+            f"{jax.default_backend()}; install its GPU build (PLATFORM=cuda12 bash tools/setup.sh)"
+        )
+    if len(jax.local_devices()) != len(config.devices):
         raise MachineError(
             f"mesh.devices={list(config.devices)}: JAX had started on {len(jax.local_devices())} GPUs before; run this "
             "configuration in a process of its own"
@@ -71,7 +88,9 @@ def claim(config: MeshConfig, environment: Any = os.environ) -> None:
 
 
 def _listed(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
+    """CUDA reads the list up to the first number that is none, such as -1."""
+    names = (part.strip() for part in value.split(",") if part.strip())
+    return list(takewhile(lambda name: not name.startswith("-"), names))
 
 
 def _check_numbers(config: Config, count: int) -> None:
@@ -112,7 +131,7 @@ def _shared(config: Config, count: int) -> tuple[tuple[int, ...], tuple[int, ...
             "than the whole GPU; they must not exceed 1"
         )
     both = config.mesh.devices or config.vllm.devices or tuple(range(count))
-    if not both or set(both) != set(config.vllm.devices or both):
+    if set(both) != set(config.vllm.devices or both):
         raise UserError(
             f"vllm.placement=shared: mesh.devices={list(config.mesh.devices)} and "
             f"vllm.devices={list(config.vllm.devices)} must be the same of this process's {count} GPUs; name one alone"

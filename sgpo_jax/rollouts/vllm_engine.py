@@ -98,6 +98,7 @@ class _Replica:
     probe_gap: float = 0.0  # largest, at the newest comparison
     probe_mean_gap: float = 0.0
     is_asleep: bool = False
+    is_ended: bool = False  # by this engine, since it would not sleep
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -345,13 +346,18 @@ class VLLMEngine:
                 self._server_strikes.add(error)
                 assert replica.server is not None, "vllm.placement=shared is for a server of the run's own"
                 await asyncio.to_thread(replica.server.stop)
-            replica.is_asleep = True
+                replica.is_ended = True
+            else:
+                replica.is_asleep = True
 
     async def _sync(self, replica: _Replica) -> None:
         """Give a server the target's weights: by a start where it is not running yet, else by a reload."""
         async with replica.lock:
             if replica.generation == 0:
                 await self._bring_up(replica)
+                return
+            if replica.is_ended:
+                await self._bring_up_again(replica)
                 return
             try:
                 if replica.is_asleep:
@@ -387,7 +393,7 @@ class VLLMEngine:
         began = time.monotonic()
         if replica.server is not None:
             await asyncio.to_thread(replica.server.start, self._target.directory)
-            replica.is_asleep = False
+            replica.is_asleep = replica.is_ended = False
         await self._wait_until_healthy(replica)
         await replica.client.introduce()
         if replica.client.max_model_len < self._max_model_len:

@@ -1,6 +1,7 @@
 """The training loop: propose, roll out, judge, update. It has no branch on the method; that is the scheduler's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 
 from sgpo_jax.algorithms.compute import Ledger, Stage, TokenCounts
 from sgpo_jax.checkpoints import Checkpoints, abstract_like
-from sgpo_jax.config import Config
+from sgpo_jax.config import Config, EvaluateConfig
 from sgpo_jax.data.batching import Batch, BatchShape, padding_frac
 from sgpo_jax.files import write_jsonl
 from sgpo_jax.rollouts.collect import Collector
@@ -21,7 +22,7 @@ from sgpo_jax.training.metrics import rollout_metrics, rollout_sample, update_me
 from sgpo_jax.training.state import TrainState, learning_rate
 from sgpo_jax.training.step import TrainStep, UpdateResult
 from sgpo_jax.training.updates import make_updates, trained_counts
-from sgpo_jax.types import MachineError, Purpose, RolloutGroup, SamplingParams, UserError
+from sgpo_jax.types import MachineError, Purpose, RolloutGroup, SamplingParams
 
 _STAGES = {Purpose.PROFILE: Stage.PROFILING, Purpose.TRAIN: Stage.TRAINING}
 
@@ -60,6 +61,7 @@ class _Progress:
     """Where training stands; what a checkpoint holds beside the arrays."""
 
     step: int = 0
+    share: float = 0.0  # of the schedule that is over
     num_nonfinite: int = 0  # updates in a row that changed nothing
     done: bool = False
     failure: MachineError | None = None  # the engine cannot be brought to the newest weights: the step is the last
@@ -69,10 +71,9 @@ class _Progress:
 def train(parts: TrainingParts, state: TrainState) -> TrainState:
     """Train to the end of the schedule, from the newest checkpoint where there is one.
 
-    Every step leaves a line in metrics.jsonl; a checkpoint is written
-    last, so that a killed run repeats whole steps and nothing else. Raises MachineError after
-    train.max_nonfinite_steps updates in a row that were not finite, and where the engine cannot be brought to the new
-    weights; the step is then saved first.
+    Every step leaves a line in metrics.jsonl; a checkpoint is written last, so that a killed run repeats whole steps
+    and nothing else. Raises MachineError after train.max_nonfinite_steps updates in a row that were not finite, and
+    where the engine cannot be brought to the new weights; the step is then saved first.
     """
     state, at = _resume(parts, state)
     config = parts.config
@@ -82,25 +83,41 @@ def train(parts: TrainingParts, state: TrainState) -> TrainState:
     _sync(parts, state, probe)
     with progress("train", parts.scheduler.num_steps, done=at.step) as bar:
         while not at.done:
-            watch = Stopwatch()
-            decision, groups = _roll_out(parts, at, sampling, watch)
-            at.done = decision.done
-            with watch.time("update"):
-                state = parts.turns.trainer(state)
-                state, results, batches = _update(parts, state, decision)
-            at.step += 1
-            at.ledger = at.ledger.add(Stage.TRAINING, trained_counts(decision.train, config))
-            with watch.time("sync"):
-                state, probe = _hand_over(parts, state)
-                try:
-                    sync = _sync(parts, state, probe)
-                except MachineError as error:
-                    at.failure, sync = error, {}
-            line = _finish_step(parts, state, at, decision, groups, results, batches, sync, watch)
-            accuracy = f"accuracy {line['rollouts/accuracy']:.3f}" if groups else "nothing sampled"
-            bar.advance(note=f"{decision.phase}  {accuracy}")
+            with _accounted(parts, at):
+                state, note = _step(parts, state, at, sampling)
+            bar.advance(note=note)
     parts.checkpoints.wait()
     return state
+
+
+def _step(parts: TrainingParts, state: TrainState, at: _Progress, sampling: SamplingParams) -> tuple[TrainState, str]:
+    """Roll out, update, sync; all that the step leaves behind. Also returns what to show of it."""
+    watch = Stopwatch()
+    decision, groups = _roll_out(parts, at, sampling, watch)
+    at.done = decision.done
+    with watch.time("update"):
+        state = parts.turns.trainer(state)
+        state, results, batches = _update(parts, state, decision)
+    at.step += 1
+    at.ledger = at.ledger.add(Stage.TRAINING, trained_counts(decision.train, parts.config))
+    with watch.time("sync"):
+        state, probe = _hand_over(parts, state)
+        try:
+            sync = _sync(parts, state, probe)
+        except MachineError as error:
+            at.failure, sync = error, {}
+    line = _finish_step(parts, state, at, decision, groups, results, batches, sync, watch)
+    return state, f"{decision.phase}  " + (f"accuracy {line['rollouts/accuracy']:.3f}" if groups else "nothing sampled")
+
+
+@contextmanager
+def _accounted(parts: TrainingParts, at: _Progress) -> Iterator[None]:
+    """However a step ends, what it has spent so far is written; what will be repeated is then known as wasted."""
+    try:
+        yield
+    except BaseException:
+        parts.account(at.ledger)
+        raise
 
 
 def _resume(parts: TrainingParts, state: TrainState) -> tuple[TrainState, _Progress]:
@@ -115,7 +132,7 @@ def _resume(parts: TrainingParts, state: TrainState) -> tuple[TrainState, _Progr
         host = restored.host
         parts.scheduler.load_state_dict(host["scheduler"])
         ledger = Ledger.from_dict(host["ledger"])
-        at = _Progress(restored.step, host["num_nonfinite"], host["done"], ledger=ledger)
+        at = _Progress(restored.step, host["progress"], host["num_nonfinite"], host["done"], ledger=ledger)
         say(f"train: resumed at step {at.step}")
     at.ledger = at.ledger.resumed(latest)
     parts.account(at.ledger)
@@ -126,10 +143,7 @@ def _resume(parts: TrainingParts, state: TrainState) -> tuple[TrainState, _Progr
 def _roll_out(
     parts: TrainingParts, at: _Progress, sampling: SamplingParams, watch: Stopwatch
 ) -> tuple[Decision, list[RolloutGroup]]:
-    """Propose and roll out until the scheduler has a step's groups; gives all that were generated for it.
-
-    Every token is charged, those of a step that the scheduler gives up on too.
-    """
+    """Propose and roll out until the scheduler has a step's groups; gives all that were generated for it."""
     groups: list[RolloutGroup] = []
     while True:
         requests = parts.scheduler.propose()
@@ -138,11 +152,7 @@ def _roll_out(
         for purpose, stage in _STAGES.items():
             at.ledger = at.ledger.add(stage, _generated([g for g in new if g.request.purpose is purpose]))
         groups += new
-        try:
-            decision = parts.scheduler.accept(new)
-        except UserError:
-            parts.account(at.ledger)
-            raise
+        decision = parts.scheduler.accept(new)
         if decision.ready:
             return decision, groups
 
@@ -201,9 +211,10 @@ def _finish_step(
         rows = rollout_sample(groups, config.sample_rollouts, at.step, decision.phase)
         write_jsonl(parts.run_dir / "rollouts" / f"step-{at.step:06d}.jsonl", rows)
     can_sample = not at.done and at.failure is None
-    if parts.config.evaluate.every and at.step % parts.config.evaluate.every == 0 and can_sample:
+    if can_sample and _is_evaluation_due(parts.config.evaluate, at.step, at.share, decision.progress):
         with watch.time("evaluate"):
             line |= parts.evaluate(at.step)
+    at.share = decision.progress
     spent = parts.account(at.ledger)
     line["compute/paper_flops"] = spent.paper_flops
     line["compute/itemised_flops"] = spent.itemised_flops
@@ -223,10 +234,18 @@ def _finish_step(
     return line
 
 
+def _is_evaluation_due(config: EvaluateConfig, step: int, before: float, after: float) -> bool:
+    """before, after: the share of the schedule that was over before this step, and is after it."""
+    if config.every:
+        return step % config.every == 0
+    return config.times > 0 and int(after * (config.times + 1)) > int(before * (config.times + 1))
+
+
 def _save(parts: TrainingParts, state: TrainState, at: _Progress) -> None:
     host = {
         "scheduler": parts.scheduler.state_dict(),
         "ledger": at.ledger.to_dict(),
+        "progress": at.share,
         "num_nonfinite": at.num_nonfinite,
         "done": at.done,
     }

@@ -10,20 +10,23 @@ from sgpo_jax.algorithms.losses import combine_metrics
 from sgpo_jax.schedulers import Decision
 from sgpo_jax.training.sequences import is_informative
 from sgpo_jax.training.step import UpdateResult
-from sgpo_jax.types import FinishReason, Rollout, RolloutGroup
+from sgpo_jax.types import FinishReason, Purpose, Rollout, RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], decision: Decision) -> dict[str, float]:
-    """Of all groups that were generated for a step, trained or not, profiled ones included. Lengths are in tokens.
+    """Of all that was generated for a step, trained or not, profiled rollouts included. Lengths are in tokens.
 
-    What a group is filled up with later counts as rollouts, not as a group.
+    Groups are counted by what they were asked for: rollouts/ has those of training, profile/ those of a profile that
+    training makes. What a group is filled up with later counts as rollouts, not as a group.
     """
     whole = [group for group in groups if group.request.first_sample == 0]
+    asked_to_train = [group for group in whole if group.request.purpose is Purpose.TRAIN]
+    profiled = [group for group in groups if group.request.purpose is Purpose.PROFILE]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if rollout.is_judged]
     lengths = [rollout.num_tokens for rollout in rollouts]
     metrics = {
-        "rollouts/num_groups": len(whole),
+        "rollouts/num_groups": len(asked_to_train),
         "rollouts/num_rollouts": len(rollouts),
         "rollouts/num_errors": len(rollouts) - len(judged),
         "rollouts/num_tokens": sum(lengths),
@@ -32,8 +35,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], decision: Decision) -> dict[
         "rollouts/completion_tokens": _mean(lengths),
         "rollouts/completion_tokens_max": max(lengths, default=0),
         "rollouts/truncated_frac": _mean([r.completion.finish_reason is FinishReason.LENGTH for r in rollouts]),
-        "rollouts/zero_variance_frac": _mean([not is_informative(group) for group in whole]),
+        "rollouts/zero_variance_frac": _mean([not is_informative(group) for group in asked_to_train]),
         "rollouts/num_trained_groups": len(decision.train),
+        "profile/num_groups": len(profiled),
+        "profile/num_tokens": sum(group.num_tokens for group in profiled),
+        "profile/num_prompt_tokens": sum(len(group.query.prompt_ids) for group in profiled),
+        "profile/zero_variance_frac": _mean([not is_informative(group) for group in profiled]),
     }
     return metrics | {f"dropped/{reason}": count for reason, count in decision.dropped.items()}
 

@@ -10,7 +10,7 @@ from jax._src import xla_bridge
 from jaxlib import xla_client
 
 from sgpo_jax.config import MeshConfig
-from sgpo_jax.rollouts.placement import claim, num_gpus, place, visible_devices
+from sgpo_jax.rollouts.placement import check_server, claim, num_gpus, place, visible_devices
 from sgpo_jax.types import MachineError, UserError
 
 
@@ -64,7 +64,6 @@ def test_shared_gives_both_the_same(count, vllm, mesh, expected):
         (1, {"placement": "shared"}, {}, "needs mesh.memory_frac and vllm.memory_frac"),
         (1, SHARED, {"memory_frac": 0.6}, "mesh.memory_frac=0.6, vllm.memory_frac=0.45 are together more than"),
         (2, SHARED | {"devices": [0]}, {"memory_frac": 0.5, "devices": [1]}, "must be the same"),
-        (0, SHARED, {"memory_frac": 0.5}, "of this process's 0 GPUs"),
         (2, SHARED | {"urls": ["http://127.0.0.1:1"]}, {"memory_frac": 0.5}, "only with a server that the run starts"),
         (2, SHARED | {"platform": "cpu"}, {"memory_frac": 0.5}, "only with a server that the run starts itself, on"),
     ],
@@ -90,6 +89,16 @@ def test_gpus_are_counted_without_cuda(tmp_path):
     assert num_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
 
 
+def test_on_a_machine_without_gpus_only_a_server_is_refused():
+    config = place(make_config(rollouts={"engine": "vllm"}, vllm={"devices": [4]}), 0)
+    assert (config.mesh.devices, config.vllm.devices) == ((), (4,)), "a plan needs none"
+    with pytest.raises(UserError, match=r"vllm.platform=cuda: this process sees no GPU"):
+        check_server(config.vllm, 0)
+    check_server(config.vllm, 1)
+    check_server(make_config(vllm={"platform": "cpu"}).vllm, 0)
+    check_server(make_config(vllm={"urls": ["http://127.0.0.1:8000"]}).vllm, 0)
+
+
 def test_numbers_count_among_the_gpus_that_this_process_sees():
     assert visible_devices([0, 2], {}) == "0,2"
     assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8d2e"}) == "4,GPU-8d2e"
@@ -104,7 +113,8 @@ def test_jax_is_told_its_share_under_the_name_that_it_reads(monkeypatch):
 
 def test_jax_is_told_its_gpus_or_that_it_is_too_late(monkeypatch):
     try:
-        claim(MeshConfig(devices=(1, 3)))
+        with pytest.raises(UserError, match=r"mesh.devices=\[1, 3\]: GPUs are meant .* JAX runs on cpu; install"):
+            claim(MeshConfig(devices=(1, 3)))
         assert xla_bridge._options_from_jax_configs("cuda")["visible_devices"] == [1, 3]
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         with pytest.raises(MachineError, match=r"mesh.devices=\[1, 3\]: JAX had started on 1 GPUs before"):
