@@ -24,12 +24,17 @@ def fsync_path(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`: temporary name, fsync, rename. A crash leaves the old file or the new one."""
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: temporary name, fsync, rename. A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
-        with temporary.open("x", encoding="utf-8") as sink:
-            sink.write(text)
+        with temporary.open("xb") as sink:
+            sink.write(data)
             sink.flush()
             os.fsync(sink.fileno())
         temporary.replace(path)

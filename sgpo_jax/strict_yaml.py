@@ -68,11 +68,16 @@ def dump(section: Section) -> str:
 
 def differences(old: Section, new: Section) -> dict[str, str]:
     """The dotted keys whose values differ, each with `key: old -> new`."""
-    before, after = (dict(_flatten(config.model_dump(mode="json"), "")) for config in (old, new))
+    before, after = flat(old), flat(new)
     keys = sorted(before.keys() | after.keys())
     return {
         key: f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)
     }
+
+
+def flat(section: Section) -> dict[str, Any]:
+    """Plain values by dotted key, those of lists by index."""
+    return dict(_flatten(section.model_dump(mode="json"), ""))
 
 
 def all_keys(root: type[Section]) -> list[str]:

@@ -1,10 +1,12 @@
 """Stands for one run of a study, in no time: FAKE PARENT CPUS COMMAND FILE. Standard library only.
 
 It leaves what a run leaves. Its accuracy rises in a line over three evaluations to 100 x learning rate; DAPO generates
-1,000 tokens, sGPO 400 after a profile of 100. Seed 13 fails; seed 14 waits to be interrupted.
+1,000 tokens, sGPO 400 after a profile that cost it 100, of a larger one. Seed 13 fails, and the
+learning rate that FAKE_FAILS_AT names; seed 14 waits to be interrupted. Just-in-time profiles 50 in each of its steps.
 """
 
 import json
+import os
 import signal
 import sys
 import time
@@ -39,9 +41,9 @@ def score(accuracy):
 
 def run(config):
     run_dir = Path(config["run_dir"])
-    is_profiled = config["train"]["method"] == "sgpo"
+    method = config["train"]["method"]
     end = 100 * config["train"]["optimizer"]["learning_rate"]
-    profiled, trained = (100, 400) if is_profiled else (0, 1000)
+    profiled, trained = (0, 1000) if method == "dapo" else (100, 400)
     rows = [
         {
             "step": step,
@@ -49,6 +51,10 @@ def run(config):
             "eval/set/avg": end * (step + 1) / 3,
             "compute/paper_flops": NUM_PARAMS * (2 * profiled + 12 * trained * step // 2),
             "compute/itemised_flops": NUM_PARAMS * 2 * (profiled + trained * step // 2),
+            "profile/num_groups": 4,
+            "profile/num_tokens": 50 if method == "just_in_time" else 0,
+            "profile/num_prompt_tokens": 0,
+            "profile/zero_variance_frac": 0.75,
             "rollouts/num_groups": 2 * step,
             "rollouts/zero_variance_frac": 0.5 if step == 1 else 0.0,
             "seconds/total": 3.0,
@@ -69,7 +75,8 @@ def run(config):
 def main():
     _, _, _, command, file = sys.argv
     config = json.loads(Path(file).read_text())
-    if config["seed"] == 13:
+    print(f"gpus={os.environ.get('CUDA_VISIBLE_DEVICES')}")
+    if config["seed"] == 13 or str(config["train"]["optimizer"]["learning_rate"]) == os.environ.get("FAKE_FAILS_AT"):
         print("error: no luck")
         sys.exit(2)
     if config["seed"] == 14:
@@ -77,7 +84,7 @@ def main():
         Path(f"{config['run_dir']}.waits").touch()
         time.sleep(60)
     if command == "profile":
-        write(Path(config["run_dir"]) / "profile.json", {"tokens": counts(100)})
+        write(Path(config["run_dir"]) / "profile.json", {"tokens": counts(150)})
     else:
         run(config)
 

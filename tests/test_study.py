@@ -21,7 +21,11 @@ from sgpo_jax.study.cells import Protocol, State, state_of
 from sgpo_jax.study.child import GRACE_S
 from sgpo_jax.study.conduct import conduct
 from sgpo_jax.study.config import StudyConfig, load_study
-from sgpo_jax.study.workers import run_cells, worker_cpus
+from sgpo_jax.study.questions import check_disjoint
+from sgpo_jax.study.readings import read_task, targets_of
+from sgpo_jax.study.report import Report
+from sgpo_jax.study.results import LedgerKind
+from sgpo_jax.study.workers import Worker, run_cells, worker_cpus, worker_gpus
 from sgpo_jax.types import MachineError, UserError
 
 ROOT = Path(__file__).parent.parent
@@ -34,19 +38,25 @@ def read_csv(path):
         return list(csv.DictReader(lines))
 
 
+def write_questions(path, operands):
+    path.write_text("".join(f"{json.dumps({'question': f'1+{n}=', 'answer': str(n + 1)})}\n" for n in operands))
+
+
 def study_tree(tmp_path, **changes):
     """Three methods, the third like the second; the fake run's accuracy is 100 times its learning rate."""
+    for name, operands in (("train", (1, 2)), ("held_out", (3, 4)), ("tuning", (5, 6))):
+        write_questions(tmp_path / f"{name}.jsonl", operands)
     base = {
         "run_dir": "unused",
         "model": {"path": str(DEMO / "model")},
         "data": {"train": [{"path": str(tmp_path / "train.jsonl")}], "template": "plain", "max_prompt_tokens": 15},
-        "evaluate": {"sets": [{"path": "held_out.jsonl", "name": "set"}]},
+        "evaluate": {"sets": [{"path": str(tmp_path / "held_out.jsonl"), "name": "set"}]},
     }
     (tmp_path / "base.yaml").write_text(json.dumps(base))
     return {
         "study_dir": str(tmp_path / "study"),
         "base": str(tmp_path / "base.yaml"),
-        "tasks": {"t": {"tuning_settings": {"evaluate.sets": [{"path": "tuning.jsonl", "name": "set"}]}}},
+        "tasks": {"t": {"tuning_settings": tuning_settings(tmp_path)}},
         "methods": {
             "dapo": {"settings": {"train.method": "dapo"}, "tune": True},
             "sgpo": {"settings": {"train": {"method": "sgpo"}}, "tune": True},
@@ -66,6 +76,10 @@ def study_tree(tmp_path, **changes):
     }
 
 
+def tuning_settings(tmp_path, **changes):
+    return {"evaluate.sets": [{"path": str(tmp_path / "tuning.jsonl"), "name": "set"}], **changes}
+
+
 def study_of(tmp_path, **changes):
     return parse(StudyConfig, study_tree(tmp_path, **changes), "study.yaml")
 
@@ -77,13 +91,14 @@ def protocol_of(tmp_path, **changes):
 @pytest.fixture
 def fake_runs(monkeypatch):
     monkeypatch.setattr(workers, "CHILD", FAKE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there may be fewer GPUs than workers
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("study-*.yaml")), ids=lambda path: path.name)
 def test_every_study_of_the_project_is_valid(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     protocol = Protocol(load_study(path), path)
-    assert protocol.num_final_cells() > 0
+    assert protocol.planned
     assert path.read_text().startswith("# "), "a study begins with what it reproduces"
 
 
@@ -101,14 +116,14 @@ def test_cells_are_methods_by_seeds_and_candidates(tmp_path):
         "t/dapo/seed-2",
         "t/sgpo/seed-2",
     ]
-    assert len(cells) == protocol.num_final_cells()
+    assert len(cells) == len(protocol.planned)
     assert len({cell.config.run_dir for cell in [*cells, *protocol.tuning_cells]}) == 17
     assert [cell.config.seed for cell in cells] == [1, 1, 1, 2, 2]
     for cell in cells:
         assert cell.config.train.optimizer.learning_rate == 6e-3
         assert cell.config.train.epochs == 2
-        assert cell.config.evaluate.sets[0].path == "held_out.jsonl"
-    assert {cell.config.evaluate.sets[0].path for cell in protocol.tuning_cells} == {"tuning.jsonl"}
+        assert protocol.evaluation_source(cell.config).path == str(tmp_path / "held_out.jsonl")
+    assert {cell.config.evaluate.sets[0].path for cell in protocol.tuning_cells} == {str(tmp_path / "tuning.jsonl")}
     flat = cells[2]
     assert flat.config.train.method == "sgpo"
     assert not flat.config.sgpo.curriculum
@@ -143,9 +158,38 @@ def test_a_profile_is_shared_by_those_that_go_by_one(tmp_path):
     shared = str(tmp_path / "study" / "t" / "profile")
     reuse = {cell.method: cell.config.profile.reuse for cell in protocol.final_cells(chosen)}
     assert reuse == {"dapo": None, "sgpo": shared, "sgpo-flat": shared, "sgpo-n4": None}
-    assert [cell.config.run_dir for cell in protocol.profile_cells()] == [shared]
-    unprofiled = {"dapo": {"settings": {"train.method": "dapo"}}}
-    assert protocol_of(tmp_path, methods=unprofiled, tuning=None).profile_cells() == []
+    assert [cell.config.run_dir for cell in protocol.profile_cells(protocol.planned)] == [shared]
+    protocol = protocol_of(tmp_path, methods={"dapo": {"settings": {"train.method": "dapo"}}}, tuning=None)
+    assert protocol.profile_cells(protocol.planned) == []
+
+
+@pytest.mark.parametrize("place", ["base", "settings", "task"])
+def test_a_profile_that_is_named_takes_the_place_of_the_shared_one(tmp_path, place):
+    named = {"profile.reuse": "elsewhere"}
+    tree = study_tree(tmp_path, tuning=None, methods={"sgpo": {}, "own": {"settings": {"profile.reuse": None}}})
+    tree["baselines"] = ["sgpo"]
+    if place == "base":
+        base = json.loads((tmp_path / "base.yaml").read_text())
+        (tmp_path / "base.yaml").write_text(json.dumps({**base, "profile": {"reuse": "elsewhere"}}))
+    elif place == "settings":
+        tree["settings"] = named
+    else:
+        tree["tasks"] = {"t": {"settings": named}}
+    protocol = Protocol(parse(StudyConfig, tree, "study.yaml"), Path("study.yaml"))
+    reuse = {cell.method: cell.config.profile.reuse for cell in protocol.planned}
+    assert reuse == {"sgpo": "elsewhere", "own": None}
+    assert protocol.profile_cells(protocol.planned) == []
+
+
+def test_a_candidate_that_changes_what_a_profile_is_makes_its_own(tmp_path):
+    grid = [{"profile.num_samples": 8}, {"profile.num_samples": 4}, {"rollouts.temperature": 0.9}, {"train.epochs": 1}]
+    tuning = {"seeds": [100], "grid": {"axis": grid}}
+    settings = {"profile.num_samples": 8}
+    protocol = protocol_of(
+        tmp_path, settings=settings, methods={"sgpo": {"tune": True}}, tuning=tuning, baselines=["sgpo"]
+    )
+    is_shared = [cell.config.profile.reuse is not None for cell in protocol.tuning_cells]
+    assert is_shared == [True, False, False, True]
 
 
 TUNED = {"settings": {"train.method": "dapo"}, "tune": True}
@@ -179,6 +223,10 @@ TUNED = {"settings": {"train.method": "dapo"}, "tune": True}
         ({"settings": {"evaluate.sets": []}, "tasks": {"t": {}}}, "has no evaluate.sets: a study compares accuracies"),
         ({"evaluation_set": "other"}, "evaluation_set='other' is none of the evaluate.sets of t/dapo"),
         ({"settings": {"data.train.0.max_queries": 5}}, "max_queries draws other questions for every seed"),
+        (
+            {"tuning": {"seeds": [100], "at_flops": 1e5, "grid": {"axis": [{"train.epochs": 1}]}}},
+            "t/dapo/candidate-0/seed-100 has no evaluation during training, which tuning.at_flops compares by",
+        ),
     ],
 )
 def test_a_wrong_study_is_one_line(tmp_path, changes, message):
@@ -220,6 +268,8 @@ def test_a_study_of_fake_runs_tunes_runs_and_reads(tmp_path, fake_runs):
         "flops_to_target_itemised": (10_000 + 0.95 * 10_000, 2_000 + 4_000 * 1.95),
         "accuracy_at_50pct": (0.4, 0.6),
         "accuracy_at_100pct": (0.6, 0.6),
+        # Of dapo's 20 K itemised FLOPs; half of them are sgpo's whole run.
+        "accuracy_at_50pct_itemised": (0.4, 0.6),
     }
     for column, values in expected.items():
         assert (float(dapo[column]), float(sgpo[column])) == pytest.approx(values), column
@@ -233,9 +283,9 @@ def test_a_study_of_fake_runs_tunes_runs_and_reads(tmp_path, fake_runs):
     summary = (directory / "summary.md").read_text()
     assert "5 of 5 runs are finished." in summary
     saving = (60_000 * 1.95) / (2_000 + 24_000 * 1.95)
-    assert f"| sgpo | 2 | 48.8 K | {saving:.2f} |" in summary
+    assert f"| sgpo | 2 | 48.8 K | {saving:.2f} | {saving:.2f} |" in summary
     assert "t, sgpo: train.optimizer.learning_rate=0.006 train.epochs=1" in summary
-    for name in ("accuracy.png", "accuracy.svg", "phases.png", "phases.svg"):
+    for name in ("accuracy.png", "accuracy.svg", "accuracy-itemised.png", "phases.png", "phases.svg"):
         assert 1_000 < (directory / name).stat().st_size < 200_000
 
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
@@ -256,21 +306,112 @@ def test_a_method_without_a_tuned_candidate_waits(tmp_path, fake_runs, capsys):
     tuning = {"seeds": [13], "grid": {"rate": [{"train.optimizer.learning_rate": 1e-3}]}}
     with pytest.raises(MachineError, match="1 runs failed: t/dapo/candidate-0/seed-13"):
         conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=tuning), Path("study.yaml"))
-    assert "2 final runs wait" in " ".join(capsys.readouterr().err.split())
+    assert "2 final runs wait for tuning" in " ".join(capsys.readouterr().err.split())
     assert not list((tmp_path / "study" / "t" / "dapo").glob("seed-*"))
 
 
-def test_a_choice_stands_and_is_of_one_grid(tmp_path, fake_runs):
-    conduct(study_of(tmp_path, methods={"dapo": TUNED}), Path("study.yaml"))
-    other = {"seeds": [100], "grid": {"rate": [{"train.optimizer.learning_rate": 1e-3}]}}
-    with pytest.raises(UserError, match="t/dapo was chosen from another grid"):
-        conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=other), Path("study.yaml"))
+def rates(*values, **changes):
+    """A tuning section."""
+    return {"seeds": [100], "grid": {"rate": [{"train.optimizer.learning_rate": rate} for rate in values]}, **changes}
+
+
+def test_a_failed_tuning_run_leaves_its_method_open(tmp_path, fake_runs, capsys, monkeypatch):
+    """And wins, once the same command has tried it again."""
+    monkeypatch.setenv("FAKE_FAILS_AT", "0.006")
+    study = study_of(tmp_path, methods={"dapo": TUNED}, seeds=[1], tuning=rates(2e-3, 6e-3))
+    with pytest.raises(MachineError, match=r"1 runs failed: t/dapo/candidate-1/seed-100 .*; the same command tries"):
+        conduct(study, Path("study.yaml"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "t/dapo is not tuned yet, and its final runs wait: 1 of its 2 tuning runs are not done" in said
+    assert "tuning.accept_failures=true decides without them" in said
+    assert json.loads((tmp_path / "study" / "tuning.json").read_text()) == {}
+    monkeypatch.delenv("FAKE_FAILS_AT")
+    conduct(study, Path("study.yaml"))
+    choice = json.loads((tmp_path / "study" / "tuning.json").read_text())["t"]["dapo"]
+    assert choice["settings"] == {"train.optimizer.learning_rate": 6e-3}
+    assert choice["failed"] == []
+
+
+def test_failed_candidates_may_be_left_out_by_request(tmp_path, fake_runs, monkeypatch):
+    monkeypatch.setenv("FAKE_FAILS_AT", "0.006")
+    tuning = rates(2e-3, 6e-3, accept_failures=True)
+    conduct(study_of(tmp_path, methods={"dapo": TUNED}, seeds=[1], tuning=tuning), Path("study.yaml"))
+    choice = json.loads((tmp_path / "study" / "tuning.json").read_text())["t"]["dapo"]
+    assert choice["settings"] == {"train.optimizer.learning_rate": 2e-3}
+    assert choice["failed"] == [{"train.optimizer.learning_rate": 6e-3}]
+    assert len(read_csv(tmp_path / "study" / "study.csv")) == 1
+
+
+def test_what_training_profiles_is_spent_after_the_first_evaluation(tmp_path, fake_runs):
+    methods = {"jit": {"settings": {"train.method": "just_in_time", "train.optimizer.learning_rate": 6e-3}}}
+    conduct(study_of(tmp_path, methods=methods, tuning=None, seeds=[1], baselines=["jit"]), Path("study.yaml"))
+    (row,) = read_csv(tmp_path / "study" / "study.csv")
+    assert float(row["profiling_flops"]) == 2_000
+    assert float(row["zero_variance_frac"]) == 0.75, "of its probes"
+    first, *_ = read_csv(tmp_path / "study" / "curves.csv")
+    assert float(first["paper_flops"]) == 0
+
+
+def test_a_choice_stands_for_what_it_was_chosen_from(tmp_path, fake_runs):
+    def study(tuning, **changes):
+        return study_of(tmp_path, methods={"dapo": TUNED}, seeds=[1], tuning=tuning, **changes)
+
+    conduct(study(rates(2e-3, 4e-3)), Path("study.yaml"))
+    harmless = {"settings": {"train.checkpoint_every": 7}}
+    conduct(study(rates(2e-3, 4e-3, accept_failures=True), **harmless), Path("study.yaml"))
+    for other in (
+        study(rates(4e-3)),
+        study(rates(2e-3, 4e-3, 6e-3)),  # longer
+        study(rates(2e-3, 4e-3, seeds=[101])),
+        study(rates(2e-3, 4e-3), settings={"train.epochs": 9}),
+        study(
+            rates(2e-3, 4e-3), tasks={"t": {"tuning_settings": tuning_settings(tmp_path, **{"evaluate.top_p": 0.5})}}
+        ),
+    ):
+        with pytest.raises(UserError, match=r"tuning.json: t/dapo was tuned with another grid, seeds or settings; set"):
+            conduct(other, Path("study.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "message"),
+    [
+        ("tuning", (4, 5), "task t: 1 of the tuning questions in .*tuning.jsonl are final questions in .*held_out"),
+        ("tuning", (1, 2), "task t: 2 of the tuning questions in .*tuning.jsonl are training questions in .*train"),
+        ("held_out", (2, 3), "task t: 1 of the final questions in .*held_out.jsonl are training questions in .*train"),
+    ],
+)
+def test_shared_questions_are_refused_before_anything_runs(tmp_path, fake_runs, name, operands, message):
+    study = study_of(tmp_path)
+    check_disjoint(Protocol(study, Path("study.yaml")))
+    write_questions(tmp_path / f"{name}.jsonl", operands)
+    with pytest.raises(UserError, match=message):
+        conduct(study, Path("study.yaml"))
+    assert not (tmp_path / "study").exists()
+
+
+def test_the_saving_is_also_against_the_cheapest_baseline_that_reaches_the_target(tmp_path, fake_runs):
+    """At 40% accuracy, half-way through dapo, the other baseline is 2/5 through its second half; it ends at 50%."""
+    methods = {
+        "dapo": {"settings": {"train.method": "dapo", "train.optimizer.learning_rate": 6e-3}},
+        "cheap": {"settings": {"train.optimizer.learning_rate": 5e-3}},
+        "sgpo": {"settings": {"train.optimizer.learning_rate": 6e-3}},
+    }
+    changes = {"methods": methods, "tuning": None, "seeds": [1], "baselines": ["dapo", "cheap"]}
+    conduct(study_of(tmp_path, **changes), Path("study.yaml"))
+    for margin, own, best, cheapest in ((0.2, 26_000, 60_000, 35_600), (0.01, 48_800, 117_000, 117_000)):
+        study = study_of(tmp_path, margin=margin, **changes)
+        protocol = Protocol(study, Path("study.yaml"))
+        results = [Report(protocol).read(cell) for cell in protocol.planned]
+        reading = read_task("t", results, study, targets_of(results, study))
+        cost = reading.methods[2].costs[LedgerKind.PAPER]
+        assert (cost.to_target, cost.saving, cost.saving_cheapest) == pytest.approx((own, best / own, cheapest / own))
 
 
 def test_the_budget_of_tuning_decides_where_it_is_set(tmp_path, fake_runs):
     """At 60 K FLOPs DAPO is half-way: accuracies there are 2/3 of those at the end, and their order is the same."""
     tuning = {**study_tree(tmp_path)["tuning"], "at_flops": 60_000.0}
-    conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=tuning), Path("study.yaml"))
+    tasks = {"t": {"tuning_settings": tuning_settings(tmp_path, **{"evaluate.times": 1})}}
+    conduct(study_of(tmp_path, methods={"dapo": TUNED}, tuning=tuning, tasks=tasks), Path("study.yaml"))
     rows = read_csv(tmp_path / "study" / "tuning.csv")
     assert [float(row["compared_accuracy"]) for row in rows] == pytest.approx(
         [float(row["final_accuracy"]) * 2 / 3 for row in rows]
@@ -295,7 +436,7 @@ def test_closing_ends_what_still_runs(tmp_path, fake_runs):
     )
     cells = protocol.final_cells({})
     waits = Path(f"{cells[0].config.run_dir}.waits")
-    with closing(run_cells("run", cells, [(), ()])) as outcomes:
+    with closing(run_cells("run", cells, [Worker(), Worker()])) as outcomes:
         assert next(outcomes).cell.seed == 1
         deadline = time.monotonic() + 20
         while not waits.exists() and time.monotonic() < deadline:
@@ -315,6 +456,34 @@ def test_workers_share_out_the_cpus(monkeypatch):
     assert worker_cpus(1, 9) == [(4, 5, 6, 7)]
     monkeypatch.delattr(os, "sched_getaffinity")
     assert worker_cpus(2, 1) == [(), ()]
+
+
+def test_workers_share_out_the_gpus():
+    assert worker_gpus(2, {}, 8) == ["0,1,2,3", "4,5,6,7"]
+    assert worker_gpus(2, {"CUDA_VISIBLE_DEVICES": "5,6,7"}, 3) == ["5", "6"]
+    assert worker_gpus(1, {}, 8) == [None]
+    assert worker_gpus(3, {}, 0) == [None] * 3
+    with pytest.raises(UserError, match="num_workers=3: this process sees 2 GPUs"):
+        worker_gpus(3, {}, 2)
+
+
+def test_a_run_sees_the_gpus_of_its_worker(tmp_path, fake_runs):
+    protocol = protocol_of(
+        tmp_path, seeds=[1, 2], methods={"dapo": {"settings": {"train.method": "dapo"}}}, tuning=None
+    )
+    workers = [Worker(gpus="3"), Worker(gpus="5")]
+    assert [outcome.exit_code for outcome in run_cells("run", protocol.planned, workers)] == [0, 0]
+    logs = [cell.log.read_text() for cell in protocol.planned]
+    assert [log.split()[-1] for log in logs] == ["gpus=3", "gpus=5"]
+
+
+def test_the_reason_is_of_the_newest_attempt(tmp_path, monkeypatch):
+    protocol = protocol_of(tmp_path, seeds=[1], methods={"dapo": {}}, tuning=None)
+    (cell,) = protocol.planned
+    cell.log.parent.mkdir(parents=True)
+    cell.log.write_text("error: of the first attempt\n")
+    monkeypatch.setattr(workers, "CHILD", (sys.executable, "-c", "import sys; sys.exit('gone')"))
+    assert [outcome.error for outcome in run_cells("run", [cell], [Worker()])] == ["gone"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe that nobody writes to")
@@ -380,6 +549,7 @@ def test_a_real_study_is_interrupted_and_goes_on(tmp_path):
         tasks={"t": {}},
         methods={"sgpo": {}},
         baselines=["sgpo"],
+        num_workers=1,
     )
     file = tmp_path / "study.yaml"
     file.write_text(json.dumps(tree))

@@ -232,6 +232,13 @@ class Overlap:
         return f"{self.evaluation.source}: {self.evaluation.question[:60]!r} {how} a question of {self.train.source}"
 
 
+def question_texts(source: SourceConfig) -> frozenset[str]:
+    """The questions of a source in the form that `overlap` compares, whatever a run would drop of them included. No
+    tokenizer is needed. Raises UserError as `load_queries`.
+    """
+    return frozenset(_normalise(example) for example in _read(source, "any").examples)
+
+
 def overlap(train: Sequence[Query], evaluation: Sequence[Query]) -> tuple[Overlap, ...]:
     """The evaluation questions that are in the training data, at most one for each.
 
@@ -254,7 +261,7 @@ def overlap(train: Sequence[Query], evaluation: Sequence[Query]) -> tuple[Overla
     return tuple(found)
 
 
-def _normalise(query: Query) -> str:
+def _normalise(query: Query | Example) -> str:
     choices = sorted(query.metadata["choices"]) if query.kind == "choice" else ()
     text = unicodedata.normalize("NFKC", "\0".join((query.question, *choices))).casefold()
     return _TYPESETTING.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))

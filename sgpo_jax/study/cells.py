@@ -2,15 +2,16 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from sgpo_jax import strict_yaml
-from sgpo_jax.config import MAY_CHANGE, Config, parse_config, source_name
+from sgpo_jax.config import Config, SourceConfig, binding_differences, parse_config, source_name
 from sgpo_jax.files import read_json
+from sgpo_jax.profiling import profile_sampling, verifier_digest
 from sgpo_jax.run import FINAL, Run
 from sgpo_jax.study.config import PROFILE, Settings, StudyConfig, flatten
 from sgpo_jax.types import UserError
@@ -62,7 +63,8 @@ class Cell:
 class Protocol:
     """All cells of a study file, as configurations.
 
-    Building one raises UserError for any setting that no run may have.
+    planned: its final runs, with the first candidate where tuning will choose. Building one raises UserError for any
+    setting that no run may have.
     """
 
     def __init__(self, study: StudyConfig, study_file: Path) -> None:
@@ -72,13 +74,13 @@ class Protocol:
         grid = study.tuning.grid if study.tuning else {}
         self.candidates = [_merged(settings) for settings in itertools.product(*grid.values())]
         self.tuned = [name for name, method in study.methods.items() if method.tune]
-        self._sharing = {
-            (task, method) for task in study.tasks for method in study.methods if self._shares_profile(task, method)
-        }
+        self._profiles = {task: self._profile_config(task) for task in study.tasks}
         self.tuning_cells = self._tuning_cells()
         # What is wrong with a final run is found before anything is spent, with a candidate that may not be chosen.
-        everywhere = {(task, name): self.candidates[0] for task in study.tasks for name in self.tuned}
-        for cell in [*self.tuning_cells, *self.final_cells(everywhere)]:
+        self.planned = self.final_cells(
+            {(task, name): self.candidates[0] for task in study.tasks for name in self.tuned}
+        )
+        for cell in [*self.tuning_cells, *self.planned]:
             self._check(cell)
 
     def final_cells(self, chosen: Chosen) -> list[Cell]:
@@ -95,16 +97,13 @@ class Protocol:
             if seed in self.study.seeds_of(method) and (tuned is None or (task, tuned) in chosen)
         ]
 
-    def num_final_cells(self) -> int:
-        return len(self.study.tasks) * sum(len(self.study.seeds_of(method)) for method in self.study.methods)
-
-    def profile_cells(self) -> list[Cell]:
-        """The tasks' shared profiles, of those tasks that have a run which goes by one."""
+    def profile_cells(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The tasks' profiles that some of these cells share."""
+        shared = {cell.config.profile.reuse for cell in cells}
         return [
             Cell(task, PROFILE, config.seed, config, {})
-            for task in self.study.tasks
-            for config in [self._profile_config(task)]
-            if any((task, method) in self._sharing for method in self.study.methods)
+            for task, config in self._profiles.items()
+            if config.run_dir in shared
         ]
 
     def tuned_ancestor(self, method: str) -> str | None:
@@ -114,6 +113,11 @@ class Protocol:
     def evaluation_set(self, config: Config) -> str:
         """The name of the set that accuracy is of."""
         return self.study.evaluation_set or source_name(config.evaluate.sets[0])
+
+    def evaluation_source(self, config: Config) -> SourceConfig:
+        """The set itself."""
+        name = self.evaluation_set(config)
+        return next(source for source in config.evaluate.sets if source_name(source) == name)
 
     def _tuning_cells(self) -> list[Cell]:
         tuning = self.study.tuning
@@ -131,11 +135,13 @@ class Protocol:
         place = Path(self.study.study_dir) / task / method
         run_dir = place / f"seed-{seed}" if number is None else place / f"tuning/candidate-{number}-seed-{seed}"
         layers = self._layers(task, method, settings, is_tuning=number is not None)
-        if (task, method) in self._sharing:
-            layers["the study's profile"] = {"profile.reuse": str(self._profile_dir(task))}
         layers["the study"] = {"run_dir": str(run_dir), "seed": seed}
+        config, shared = self._config(layers), self._profiles[task]
+        if _can_share(config, shared):
+            profile = config.profile.model_copy(update={"reuse": shared.run_dir})
+            config = config.model_copy(update={"profile": profile})
         own = _merged(self._method_layers(method, settings).values())
-        return Cell(task, method, seed, self._config(layers), own, number)
+        return Cell(task, method, seed, config, own, number)
 
     def _layers(self, task: str, method: str, candidate: Settings, *, is_tuning: bool) -> dict[str, Settings]:
         """Changes of the base in their order, by where they stand. A candidate comes after the method that was tuned,
@@ -167,16 +173,8 @@ class Protocol:
 
     def _profile_config(self, task: str) -> Config:
         layers = {"settings": self.study.settings, f"tasks.{task}.settings": self.study.tasks[task].settings}
-        return self._config({**layers, "the study": {"run_dir": str(self._profile_dir(task))}})
-
-    def _profile_dir(self, task: str) -> Path:
-        return Path(self.study.study_dir) / task / PROFILE
-
-    def _shares_profile(self, task: str, method: str) -> bool:
-        settings = _merged(self.study.methods[name].settings for name in self.study.lineage(method))
-        if any(key.split(".")[0] == "profile" for key in settings):
-            return False
-        return Run(self._config(self._layers(task, method, {}, is_tuning=False)), mesh=None).is_profiled
+        layers["the study"] = {"run_dir": str(Path(self.study.study_dir) / task / PROFILE)}
+        return self._config(layers)
 
     def _check(self, cell: Cell) -> None:
         config = cell.config
@@ -193,11 +191,30 @@ class Protocol:
                 f"{self._file}: {cell.name}: max_queries draws other questions for every seed; a study needs the same "
                 "for all: give a shorter file"
             )
+        is_tuning, tuning = cell.candidate is not None, self.study.tuning
+        if is_tuning and tuning and tuning.at_flops and not (config.evaluate.every or config.evaluate.times):
+            raise UserError(
+                f"{self._file}: {cell.name} has no evaluation during training, which tuning.at_flops compares by: set "
+                "evaluate.times or evaluate.every in tuning_settings, or leave out tuning.at_flops"
+            )
 
 
 def _merged(layers: Iterable[Settings]) -> Settings:
     """By dotted key; later ones win."""
     return {key: value for layer in layers for key, value in flatten(layer).items()}
+
+
+def _can_share(config: Config, shared: Config) -> bool:
+    """Whether a run goes by a profile and names none, and its own would be what the task's shared one is."""
+    if not Run(config, mesh=None).is_profiled or config.profile.reuse:
+        return False
+    return _profile_inputs(config) == _profile_inputs(shared)
+
+
+def _profile_inputs(config: Config) -> tuple[Any, ...]:
+    """All that a profile depends on but the seed."""
+    model = config.model.path, config.model.compute_dtype
+    return model, config.data, config.profile, profile_sampling(config), verifier_digest(config)
 
 
 def state_of(cell: Cell) -> State:
@@ -206,8 +223,7 @@ def state_of(cell: Cell) -> State:
         return State.BEGUN if cell.run_dir.exists() else State.NEW
     tree = read_json(cell.config_file)
     if tree != cell.config.model_dump(mode="json"):  # else it need not be parsed, and a study may have hundreds
-        changed = strict_yaml.differences(parse_config(tree, str(cell.config_file)), cell.config)
-        binding = [text for key, text in changed.items() if not key.startswith(MAY_CHANGE)]
+        binding = binding_differences(parse_config(tree, str(cell.config_file)), cell.config)
         if binding:
             raise UserError(
                 f"{cell.run_dir}: was run with other settings ({'; '.join(binding)}); set these back, name another "

@@ -29,8 +29,8 @@ class MethodConfig(Section):
     like: str | None = None
     """Another method whose settings, tuned ones included, this one starts from; empty: those of the study alone."""
     settings: Settings = Field(default_factory=dict)
-    """What this method has otherwise. A method that sets keys of `profile` profiles for itself in every run; the others
-    share the task's profile."""
+    """What this method has otherwise. A run that needs a profile shares the task's; where its own would be another
+    (other keys of `profile`, other sampling, other questions), it profiles for itself."""
     tune: bool = False
     """Whether its own best candidate of the grid is looked for; else it has that of the method it is `like`."""
     seeds: Seeds | None = None
@@ -47,6 +47,9 @@ class TuningConfig(Section):
     at_flops: Positive | None = None
     """The best candidate has the highest mean accuracy over the tuning seeds, at this paper FLOPs of its curve; empty:
     at the end of its runs. Of equal ones, the first in the grid's order."""
+    accept_failures: bool = False
+    """Whether a method is decided although tuning runs of it failed: among the candidates whose every run ended well.
+    Else it stays open, and the same command tries the failed runs again."""
 
 
 class StudyConfig(Section):
@@ -75,7 +78,7 @@ class StudyConfig(Section):
     figure_methods: tuple[str, ...] = ()
     """Methods that the figures show, few enough to tell apart; empty: those that are not `like` another."""
     num_workers: Count = 1
-    """Runs side by side, each in a process of its own."""
+    """Runs side by side, each in a process of its own. Where this process sees GPUs, each gets an equal share."""
     cpus_per_worker: Count | None = None
     """CPUs that a run is kept to, where the system can; empty: this process's CPUs over num_workers, at least one."""
 

@@ -1,5 +1,6 @@
-"""The two figures of a study, as PNG and SVG: accuracy against cumulative FLOPs, and accuracy by phase."""
+"""The figures of a study, as PNG and SVG: accuracy against cumulative FLOPs by either ledger, and accuracy by phase."""
 
+import io
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from sgpo_jax.files import write_bytes
 from sgpo_jax.study.curves import accuracies
 from sgpo_jax.study.readings import Targets
-from sgpo_jax.study.results import RunResult, write_whole
+from sgpo_jax.study.results import LedgerKind, RunResult
 from sgpo_jax.telemetry import format_flops
 from sgpo_jax.types import UserError
 
@@ -39,12 +41,18 @@ def check_matplotlib() -> None:
 def write_figures(
     directory: Path, tasks: Mapping[str, Sequence[RunResult]], targets: Mapping[str, Targets], methods: Sequence[str]
 ) -> None:
-    """accuracy.{png,svg} and phases.{png,svg}. tasks: finished runs by task; methods: those to show, in their order."""
+    """accuracy, accuracy-itemised and phases, each .png and .svg. tasks: finished runs by task; methods: those to
+    show, in their order.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
-        for name, draw, height in (("accuracy", _draw_curves, 3.6), ("phases", _draw_phases, 3.2)):
+        for name, draw, height in (
+            ("accuracy", partial(_draw_curves, LedgerKind.PAPER), 3.6),
+            ("accuracy-itemised", partial(_draw_curves, LedgerKind.ITEMISED), 3.6),
+            ("phases", _draw_phases, 3.2),
+        ):
             figure = Figure(figsize=(8.0, height * len(tasks)), layout="constrained")
             axes = figure.subplots(len(tasks), 1, squeeze=False)[:, 0]
             for axis, (task, results) in zip(axes, tasks.items(), strict=True):
@@ -52,15 +60,23 @@ def write_figures(
                 axis.set_title(task, loc="left", fontweight="bold")
                 axis.set_ylabel("held-out accuracy (%)")
                 draw(axis, runs, targets[task], methods)
-            write_whole(directory / f"{name}.png", partial(figure.savefig, format="png", dpi=120))
+            _save(figure, directory / f"{name}.png", dpi=120)
             # Without its date, so that equal results are equal files.
-            write_whole(directory / f"{name}.svg", partial(figure.savefig, format="svg", metadata={"Date": None}))
+            _save(figure, directory / f"{name}.svg", metadata={"Date": None})
 
 
-def _draw_curves(axis: Any, runs: dict[str, list[RunResult]], targets: Targets, methods: Sequence[str]) -> None:
+def _save(figure: Any, path: Path, **options: Any) -> None:
+    sink = io.BytesIO()
+    figure.savefig(sink, format=path.suffix[1:], **options)
+    write_bytes(path, sink.getvalue())
+
+
+def _draw_curves(
+    kind: LedgerKind, axis: Any, runs: dict[str, list[RunResult]], targets: Targets, methods: Sequence[str]
+) -> None:
     """Mean and range over seeds, each method as far as its shortest run."""
     for method, own in runs.items():
-        curves = [run.paper_curve for run in own]
+        curves = [run.curve(kind) for run in own]
         end = min(curve.flops_N[-1] for curve in curves)
         flops_N = np.linspace(max(curve.flops_N[0] for curve in curves), end, _NUM_POINTS)
         values = 100 * accuracies(curves, flops_N)
@@ -81,7 +97,7 @@ def _draw_curves(axis: Any, runs: dict[str, list[RunResult]], targets: Targets, 
         color="#444444",
     )
     axis.xaxis.set_major_formatter(lambda flops, _: format_flops(flops).removesuffix("FLOPs") if flops > 0 else "0")
-    axis.set_xlabel("cumulative FLOPs, paper's ledger, profiling included (line: mean over seeds, band: their range)")
+    axis.set_xlabel(f"cumulative FLOPs, {kind} ledger, profiling included (line: mean over seeds, band: their range)")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
@@ -115,7 +131,7 @@ def _draw_phases(axis: Any, runs: dict[str, list[RunResult]], targets: Targets, 
 
 def _at_phase_ends(run: RunResult, names: Sequence[str]) -> list[float]:
     """Linear between evaluations. A phase that this run did not have keeps the accuracy of the one before."""
-    curve = run.paper_curve
+    curve = run.curve(LedgerKind.PAPER)
     values = [float(curve.accuracy_N[0])]
     for name in names[1:]:
         values.append(curve.at(run.phase_ends[name]) if name in run.phase_ends else values[-1])

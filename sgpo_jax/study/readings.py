@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from typing import Any
 
@@ -11,13 +10,8 @@ import numpy as np
 from sgpo_jax.algorithms.compute import CHARGED, Stage
 from sgpo_jax.study.config import StudyConfig
 from sgpo_jax.study.curves import Curve, mean_curve
-from sgpo_jax.study.results import RunResult
+from sgpo_jax.study.results import LedgerKind, RunResult
 from sgpo_jax.study.statistics import Difference, SeedInterval, paired_bootstrap, seed_interval
-
-
-class LedgerKind(StrEnum):
-    PAPER = "paper"
-    ITEMISED = "itemised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +19,8 @@ class Cost:
     """What a method costs by one ledger, means over seeds.
 
     to_target, to_frac: FLOPs from which on the mean curve over the seeds stays above the targets, None where it ends
-    below. saving: the best baseline's to_target over this one's.
+    below. saving, saving_cheapest: over this one's to_target, the best baseline's and that of the baseline which gets
+    there for the least. at_budgets: accuracy of the mean curve at each of the task's budgets.
     """
 
     total: float
@@ -33,19 +28,18 @@ class Cost:
     to_target: float | None
     to_frac: float | None
     saving: float | None
+    saving_cheapest: float | None
+    at_budgets: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MethodReading:
-    """at_budgets: accuracy of the mean curve at each of the task's budgets. against_best: final accuracy less the best
-    baseline's, None for that baseline itself.
-    """
+    """against_best: final accuracy less the best baseline's, None for that baseline itself."""
 
     method: str
     seeds: tuple[int, ...]
     final: SeedInterval
     costs: Mapping[LedgerKind, Cost]
-    at_budgets: tuple[float, ...]
     generated_tokens: float
     trained_tokens: float
     zero_variance_frac: float
@@ -55,13 +49,21 @@ class MethodReading:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the methods of a task are held to. budgets: paper FLOPs."""
+    """What the methods of a task are held to. budgets: shares of the best baseline's mean total, in FLOPs."""
 
     best: str
     accuracy: float
     target: float
     frac_target: float
-    budgets: tuple[float, ...]
+    budgets: Mapping[LedgerKind, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """FLOPs at which the best baseline reaches the target, and the least that any baseline needs for it."""
+
+    best: float | None
+    cheapest: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,16 @@ def targets_of(results: Sequence[RunResult], study: StudyConfig) -> Targets | No
     if not accuracy_of:
         return None
     best = max(accuracy_of, key=lambda name: accuracy_of[name])  # of equal ones the first that is named
-    total = _mean(r.ledger.paper_flops for r in by_method[best])
+    totals = {
+        LedgerKind.PAPER: _mean(r.ledger.paper_flops for r in by_method[best]),
+        LedgerKind.ITEMISED: _mean(r.ledger.itemised_flops for r in by_method[best]),
+    }
     return Targets(
         best=best,
         accuracy=accuracy_of[best],
         target=accuracy_of[best] - study.margin,
         frac_target=accuracy_of[best] * study.target_frac,
-        budgets=tuple(frac * total for frac in study.budget_fracs),
+        budgets={kind: tuple(frac * total for frac in study.budget_fracs) for kind, total in totals.items()},
     )
 
 
@@ -93,7 +98,8 @@ def read_task(task: str, results: Sequence[RunResult], study: StudyConfig, targe
     """Read one task's finished runs; methods in the study's order, those without a run left out."""
     groups = {name: [r for r in results if r.cell.method == name] for name in study.methods}
     best = groups[targets.best]
-    marks = {kind: mean_curve(_curves(best, kind)).stays_above(targets.target) for kind in LedgerKind}
+    baselines = {name: groups[name] for name in study.baselines if groups[name]}
+    marks = {kind: _marks(baselines, kind, targets) for kind in LedgerKind}
     return TaskReading(
         task=task,
         num_questions=len(best[0].accuracy_of),
@@ -104,7 +110,7 @@ def read_task(task: str, results: Sequence[RunResult], study: StudyConfig, targe
 
 def target_columns(result: RunResult, targets: Targets | None, study: StudyConfig) -> dict[str, Any]:
     """The columns of study.csv that hold a run against its task's targets; empty while there are none."""
-    paper, itemised = result.paper_curve, result.itemised_curve
+    paper, itemised = (result.curve(kind) for kind in LedgerKind)
     columns: dict[str, Any] = {
         "target_accuracy": targets and targets.target,
         "flops_to_target": targets and paper.stays_above(targets.target),
@@ -113,7 +119,10 @@ def target_columns(result: RunResult, targets: Targets | None, study: StudyConfi
         "flops_to_frac_target_itemised": targets and itemised.stays_above(targets.frac_target),
     }
     for i, frac in enumerate(study.budget_fracs):
-        columns[f"accuracy_at_{100 * frac:g}pct"] = targets and paper.at(targets.budgets[i])
+        columns[f"accuracy_at_{100 * frac:g}pct"] = targets and paper.at(targets.budgets[LedgerKind.PAPER][i])
+    for i, frac in enumerate(study.budget_fracs):
+        column = f"accuracy_at_{100 * frac:g}pct_itemised"
+        columns[column] = targets and itemised.at(targets.budgets[LedgerKind.ITEMISED][i])
     return columns
 
 
@@ -127,16 +136,14 @@ def _read_method(
     runs: Sequence[RunResult],
     best: Sequence[RunResult],
     targets: Targets,
-    marks: Mapping[LedgerKind, float | None],
+    marks: Mapping[LedgerKind, _Marks],
 ) -> MethodReading:
     counts = [[run.ledger.tokens[stage] for stage in CHARGED] for run in runs]
-    paper = mean_curve(_curves(runs, LedgerKind.PAPER))
     return MethodReading(
         method=name,
         seeds=tuple(run.cell.seed for run in runs),
         final=seed_interval([run.final_accuracy for run in runs]),
         costs={kind: _cost(runs, kind, targets, marks[kind]) for kind in LedgerKind},
-        at_budgets=tuple(paper.at(budget) for budget in targets.budgets),
         generated_tokens=_mean(sum(count.generated for count in stages) for stages in counts),
         trained_tokens=_mean(sum(count.trained for count in stages) for stages in counts),
         zero_variance_frac=_mean(run.zero_variance_frac for run in runs),
@@ -153,7 +160,12 @@ def _against(runs: tuple[RunResult, ...], best: tuple[RunResult, ...]) -> Differ
     return paired_bootstrap(question_matrix(runs, query_ids), question_matrix(best, query_ids))
 
 
-def _cost(runs: Sequence[RunResult], kind: LedgerKind, targets: Targets, mark: float | None) -> Cost:
+def _marks(baselines: Mapping[str, Sequence[RunResult]], kind: LedgerKind, targets: Targets) -> _Marks:
+    found = {name: mean_curve(_curves(runs, kind)).stays_above(targets.target) for name, runs in baselines.items()}
+    return _Marks(found[targets.best], min((flops for flops in found.values() if flops is not None), default=None))
+
+
+def _cost(runs: Sequence[RunResult], kind: LedgerKind, targets: Targets, marks: _Marks) -> Cost:
     trees = [run.ledger.to_dict() for run in runs]
     curve = mean_curve(_curves(runs, kind))
     to_target = curve.stays_above(targets.target)
@@ -162,12 +174,18 @@ def _cost(runs: Sequence[RunResult], kind: LedgerKind, targets: Targets, mark: f
         stages={stage: _mean(tree["stages"][stage][kind]["flops"] for tree in trees) for stage in CHARGED},
         to_target=to_target,
         to_frac=curve.stays_above(targets.frac_target),
-        saving=mark / to_target if mark and to_target else None,
+        saving=_ratio(marks.best, to_target),
+        saving_cheapest=_ratio(marks.cheapest, to_target),
+        at_budgets=tuple(curve.at(budget) for budget in targets.budgets[kind]),
     )
 
 
+def _ratio(mark: float | None, flops: float | None) -> float | None:
+    return mark / flops if mark is not None and flops else None
+
+
 def _curves(runs: Sequence[RunResult], kind: LedgerKind) -> list[Curve]:
-    return [run.paper_curve if kind is LedgerKind.PAPER else run.itemised_curve for run in runs]
+    return [run.curve(kind) for run in runs]
 
 
 def _mean(values: Any) -> float:

@@ -72,4 +72,4 @@ class Report:
             f"{task}, {method}: {settings_text(settings)}"
             for (task, method), settings in read_choices(self._protocol).items()
         ]
-        return summary(study, readings, sum(map(len, by_task.values())), chosen)
+        return summary(study, readings, sum(map(len, by_task.values())), len(self._protocol.planned), chosen)

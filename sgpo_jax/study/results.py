@@ -2,8 +2,9 @@
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from sgpo_jax.algorithms.compute import CHARGED, Ledger, Stage, TokenCounts
-from sgpo_jax.files import fsync_path, read_json, read_jsonl, write_text
-from sgpo_jax.run import FINAL, INITIAL, Run
+from sgpo_jax.files import read_json, read_jsonl, write_bytes
+from sgpo_jax.run import FINAL, INITIAL
 from sgpo_jax.study.cells import Cell
 from sgpo_jax.study.config import Settings, flatten
 from sgpo_jax.study.curves import Curve
 from sgpo_jax.types import UserError
+
+
+class LedgerKind(StrEnum):
+    PAPER = "paper"
+    ITEMISED = "itemised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class RunResult:
 
     points: the initial evaluation, at the cost of the profile where the method goes by one; those during training; the
     final one. accuracy_of: final accuracy by query_id, of questions with a judged sample. phase_ends: paper FLOPs at
-    the end of each phase. zero_variance_frac: share of the groups generated for training whose outcomes are all equal.
-    seconds: of training, evaluations left out.
+    the end of each phase. zero_variance_frac: share of the groups generated for training whose outcomes are all equal;
+    of just_in_time, which trains what it profiles, of its probes. seconds: of training, evaluations left out.
     """
 
     cell: Cell
@@ -55,15 +61,8 @@ class RunResult:
     def final_accuracy(self) -> float:
         return self.points[-1].accuracy
 
-    @property
-    def paper_curve(self) -> Curve:
-        return self._curve([point.paper_flops for point in self.points])
-
-    @property
-    def itemised_curve(self) -> Curve:
-        return self._curve([point.itemised_flops for point in self.points])
-
-    def _curve(self, flops: Sequence[int]) -> Curve:
+    def curve(self, kind: LedgerKind) -> Curve:
+        flops = [p.paper_flops if kind is LedgerKind.PAPER else p.itemised_flops for p in self.points]
         return Curve(np.array(flops, np.float64), np.array([point.accuracy for point in self.points], np.float64))
 
 
@@ -73,7 +72,7 @@ def read_result(cell: Cell, evaluation_set: str) -> RunResult:
     ledger = Ledger.from_dict(read_json(cell.run_dir / "compute.json"))
     initial, final = (_read_score(cell.run_dir / "eval" / f"{name}.json", evaluation_set) for name in (INITIAL, FINAL))
     key = f"eval/{evaluation_set}/avg"
-    begun = Ledger(ledger.num_params).add(Stage.PROFILING, _profile_counts(cell))
+    begun = Ledger(ledger.num_params).add(Stage.PROFILING, ledger.tokens[Stage.PROFILING] - _profiled_in_training(rows))
     points = (
         Point(0, "", begun.paper_flops, begun.itemised_flops, initial["avg"]["mean"]),
         *(
@@ -83,8 +82,6 @@ def read_result(cell: Cell, evaluation_set: str) -> RunResult:
         ),
         Point(len(rows), rows[-1]["phase"], ledger.paper_flops, ledger.itemised_flops, final["avg"]["mean"]),
     )
-    num_groups = sum(row["rollouts/num_groups"] for row in rows)
-    num_equal = sum(row["rollouts/num_groups"] * row["rollouts/zero_variance_frac"] for row in rows)
     return RunResult(
         cell=cell,
         points=points,
@@ -92,7 +89,9 @@ def read_result(cell: Cell, evaluation_set: str) -> RunResult:
         ledger=ledger,
         num_steps=len(rows),
         phase_ends={row["phase"]: row["compute/paper_flops"] for row in rows},
-        zero_variance_frac=num_equal / num_groups if num_groups else 0.0,
+        zero_variance_frac=_zero_variance(
+            rows, "profile" if cell.config.train.method == "just_in_time" else "rollouts"
+        ),
         seconds=sum(row["seconds/total"] - row.get("seconds/evaluate", 0.0) for row in rows),
     )
 
@@ -104,12 +103,19 @@ def _read_score(path: Path, evaluation_set: str) -> dict[str, Any]:
     return score
 
 
-def _profile_counts(cell: Cell) -> TokenCounts:
-    """What was spent before the first step."""
-    if not Run(cell.config, mesh=None).is_profiled:
-        return TokenCounts()
-    directory = Path(cell.config.profile.reuse or cell.run_dir)
-    return TokenCounts(**read_json(directory / "profile.json")["tokens"])
+def _profiled_in_training(rows: Sequence[Mapping[str, Any]]) -> TokenCounts:
+    """What steps spent on profiling; the rest of it was spent before the first."""
+    return TokenCounts(
+        generated=sum(row["profile/num_tokens"] for row in rows),
+        prompt_generated=sum(row["profile/num_prompt_tokens"] for row in rows),
+    )
+
+
+def _zero_variance(rows: Sequence[Mapping[str, Any]], asked_for: str) -> float:
+    """Of the groups that were asked for to be trained ("rollouts") or as a profile ("profile")."""
+    num_groups = sum(row[f"{asked_for}/num_groups"] for row in rows)
+    num_equal = sum(row[f"{asked_for}/num_groups"] * row[f"{asked_for}/zero_variance_frac"] for row in rows)
+    return num_equal / num_groups if num_groups else 0.0
 
 
 def run_row(result: RunResult) -> dict[str, Any]:
@@ -164,20 +170,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Columns are the keys of the rows; None is an empty field."""
     sink = io.BytesIO()
     pyarrow.csv.write_csv(_table(rows), sink)
-    write_text(path, sink.getvalue().decode())
+    write_bytes(path, sink.getvalue())
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    write_whole(path, lambda temporary: pyarrow.parquet.write_table(_table(rows), temporary))
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Replace a binary file by what `write` makes under the name that it is given, or leave it as it was."""
-    temporary = path.with_name(f".partial-{path.name}")
-    write(temporary)
-    fsync_path(temporary)
-    temporary.replace(path)
-    fsync_path(path.parent)
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(_table(rows), sink)
+    write_bytes(path, sink.getvalue())
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:

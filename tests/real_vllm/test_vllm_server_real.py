@@ -1,6 +1,7 @@
 """One real vLLM server on an untied Qwen3: weights, keys, lengths, what vLLM would do silently."""
 
 import os
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,10 +17,11 @@ from helpers import make_config, make_query
 from sgpo_jax.files import write_json
 from sgpo_jax.models.architecture import read_architecture
 from sgpo_jax.models.qwen import Transformer, token_logprobs
+from sgpo_jax.rollouts import vllm_client
 from sgpo_jax.rollouts.probe import Prober
 from sgpo_jax.rollouts.vllm_client import CompletionCall, RequestRefusedError
 from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
-from sgpo_jax.types import FinishReason, GroupRequest, MachineError, Purpose, SamplingParams
+from sgpo_jax.types import FinishReason, GroupRequest, MachineError, Purpose, SamplingParams, UserError
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
@@ -201,21 +203,47 @@ def test_a_failed_sync_ends_in_a_new_server_with_the_right_weights(engine, direc
     assert_trainers_logprobs(make_model(directory, 5), ids, sample(engine, ids))
 
 
-def test_an_option_that_vllm_does_not_know_is_an_error_with_its_words(directory, prober, tmp_path):
-    options = {"command": COMMAND, "platform": "cpu", "extra_args": ["--no-such-option"]}
-    config = make_config(rollouts={"engine": "vllm", "max_completion_tokens": 4}, vllm=options)
+def test_an_unsupported_version_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(vllm_client, "TOO_NEW", (0, 32))
+    with pytest.raises(UserError, match=r"vLLM 0\.32\.\S* is not supported; allowed is 0.32 or newer, older than 0.32"):
+        engine._run(engine._replicas[0].client.introduce())
+
+
+def start_another(directory: Path, prober: Prober, log: Path, **options: Any) -> None:
+    config = make_config(
+        rollouts={"engine": "vllm", "max_completion_tokens": 4},
+        vllm={"command": COMMAND, "platform": "cpu", **options},
+    )
     params = nnx.state(make_model(directory, 0))
+    make_vllm_engine(
+        config,
+        read_architecture(directory),
+        directory,
+        stop_ids=[STOP],
+        longest_prompt=8,
+        log=log,
+        initial=params,
+        probe=prober(params),
+    ).close()
+
+
+def test_a_port_in_use_is_named(engine, directory, prober, tmp_path):
+    port = engine._replicas[0].server._port
+    with pytest.raises(UserError, match=f"vllm.port={port}: cannot be used: Address already in use"):
+        start_another(directory, prober, tmp_path / "vllm.log", port=port)
+
+
+def test_a_server_that_is_not_healthy_in_time_is_ended(directory, prober, tmp_path):
+    begun, before = time.monotonic(), set(Path("/dev/shm").iterdir())
+    with pytest.raises(MachineError, match=r"was not healthy within vllm.start_time_limit_s=3; .*vllm.log ends with"):
+        start_another(directory, prober, tmp_path / "vllm.log", start_time_limit_s=3.0)
+    assert time.monotonic() - begun < 60
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_an_option_that_vllm_does_not_know_is_an_error_with_its_words(directory, prober, tmp_path):
     with pytest.raises(
         MachineError,
         match=r"ended before it was healthy \(error: unrecognized arguments: --no-such-option\); .*vllm.log ends with",
     ):
-        make_vllm_engine(
-            config,
-            read_architecture(directory),
-            directory,
-            stop_ids=[STOP],
-            longest_prompt=8,
-            log=tmp_path / "vllm.log",
-            initial=params,
-            probe=prober(params),
-        )
+        start_another(directory, prober, tmp_path / "vllm.log", extra_args=["--no-such-option"])
