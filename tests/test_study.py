@@ -531,9 +531,6 @@ def wait_until(condition, limit_s=30.0):
 @pytest.mark.timeout(900)  # three starts of JAX: half a minute of processor time, far more on a busy machine
 def test_a_real_study_is_interrupted_and_goes_on(tmp_path):
     """A profile and a run of the demo's model on a few questions, from the command line."""
-    for name, source, count in (("train", "train", 16), ("held_out", "heldout", 12)):
-        lines = (DEMO / f"{source}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
     tree = study_tree(
         tmp_path,
         tuning=None,
@@ -551,6 +548,9 @@ def test_a_real_study_is_interrupted_and_goes_on(tmp_path):
         baselines=["sgpo"],
         num_workers=1,
     )
+    for name, source, count in (("train", "train", 16), ("held_out", "heldout", 12)):
+        lines = (DEMO / f"{source}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
     file = tmp_path / "study.yaml"
     file.write_text(json.dumps(tree))
     words = [sys.executable, "-m", "sgpo_jax.launch", "study", str(file)]
