@@ -31,8 +31,8 @@ def _task_lines(reading: TaskReading, study: StudyConfig) -> list[str]:
         f"## {reading.task}",
         "",
         f"Accuracy is avg@k on {reading.num_questions} held-out questions. The best baseline is **{targets.best}**, "
-        f"with a mean final accuracy of {targets.accuracy:.1%}; the target is that less {100 * study.margin:g} of 100 "
-        f"points: {targets.target:.1%}. Totals hold profiling. ± is the 95% interval over seeds.",
+        f"with a mean final accuracy of {targets.accuracy:.1%}; the target is that less {100 * study.margin:g} "
+        f"percentage points: {targets.target:.1%}. Totals hold profiling. ± is the 95% interval over seeds.",
         "",
         "**Totals and final accuracies**",
         "",
@@ -68,7 +68,7 @@ def _table(reading: TaskReading, columns: Sequence[Column]) -> list[str]:
     rows = [[m.method, str(len(m.seeds)), *(cell(m) for _, cell in columns)] for m in reading.methods]
     return [
         f"| {' | '.join(names)} |",
-        f"|{'---|' * 1}{'---:|' * (len(names) - 1)}",
+        f"|---|{'---:|' * (len(names) - 1)}",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
 
