@@ -35,7 +35,10 @@ def write(path, value):
 
 def score(accuracy):
     """Two questions, the second one harder."""
-    questions = [{"query_id": "a", "avg": accuracy + 0.1}, {"query_id": "b", "avg": accuracy - 0.1}]
+    questions = [
+        {"query_id": query_id, "num_judged": 1000, "num_correct": round(1000 * (accuracy + more))}
+        for query_id, more in (("a", 0.1), ("b", -0.1))
+    ]
     return {"set": {"avg": {"mean": accuracy}, "questions": questions}}
 
 

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from click.testing import CliRunner
 from sgpo_jax.launch import cli
 from sgpo_jax.strict_yaml import parse
 from sgpo_jax.study import workers
-from sgpo_jax.study.cells import Protocol, State, state_of
+from sgpo_jax.study.cells import Protocol, State
 from sgpo_jax.study.child import GRACE_S
 from sgpo_jax.study.conduct import conduct
 from sgpo_jax.study.config import StudyConfig, load_study
@@ -422,12 +424,53 @@ def test_a_done_run_with_other_settings_is_refused(tmp_path, fake_runs):
     methods = {"dapo": {"settings": {"train.method": "dapo"}}}
     conduct(study_of(tmp_path, methods=methods, tuning=None), Path("study.yaml"))
     methods = {"dapo": {"settings": {"train.method": "dapo", "train.epochs": 9, "train.checkpoint_every": 3}}}
-    cells = protocol_of(tmp_path, methods=methods, tuning=None).final_cells({})
-    with pytest.raises(UserError, match=r"seed-1: was run with other settings \(train.epochs: 2 -> 9\)"):
-        state_of(cells[0])
+    message = r"t/dapo/seed-1: was run with other settings \(train.epochs: 2 -> 9\)"
+    for _ in range(2):  # by its record, then by its directory
+        protocol = protocol_of(tmp_path, methods=methods, tuning=None)
+        with pytest.raises(UserError, match=message):
+            protocol.state_of(protocol.planned[0])
+        (tmp_path / "study" / "records.jsonl").unlink(missing_ok=True)
     methods["dapo"]["settings"]["train.epochs"] = 2
-    cells = protocol_of(tmp_path, methods=methods, tuning=None).final_cells({})
-    assert state_of(cells[0]) is State.DONE, "what says how, not what, may change"
+    protocol = protocol_of(tmp_path, methods=methods, tuning=None)
+    assert protocol.state_of(protocol.planned[0]) is State.DONE, "what says how, not what, may change"
+
+
+def test_a_study_goes_on_by_its_records_alone(tmp_path, fake_runs):
+    """As in a fresh checkout that holds the records of an unfinished study: tables come out the same."""
+    records = tmp_path / "records.jsonl"
+    study = study_of(tmp_path, records_file=str(records), budget_fracs=[0.5, 1.0])
+    conduct(study, Path("study.yaml"))
+    directory = tmp_path / "study"
+    tables = {name: (directory / name).read_bytes() for name in ("study.csv", "curves.csv", "tuning.csv", "summary.md")}
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(rows) == 12 + 5
+    records.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["name"] != "t/sgpo/seed-2"))
+    shutil.rmtree(directory)
+
+    conduct(study, Path("study.yaml"))
+    assert {name: (directory / name).read_bytes() for name in tables} == tables
+    assert [path.parent.name for path in directory.rglob("metrics.jsonl")] == ["seed-2"], "only what had no record"
+    assert [json.loads(line) for line in records.read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"points": [[1, 2]]}, "records.jsonl: t/dapo/seed-1: not the record of a run"),
+        ({"name": 3}, "records.jsonl:1: not the record of a study's run: it has no name"),
+        ({"questions": "others"}, "t/dapo/seed-1 was evaluated on other questions than t/sgpo/seed-1"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_one_line(tmp_path, fake_runs, change, message):
+    methods = {name: {"settings": {"train.method": name}} for name in ("dapo", "sgpo")}
+    study = study_of(tmp_path, methods=methods, tuning=None, seeds=[1])
+    conduct(study, Path("study.yaml"))
+    records = tmp_path / "study" / "records.jsonl"
+    first, second = (json.loads(line) for line in records.read_text().splitlines())
+    assert first["name"] == "t/dapo/seed-1"
+    records.write_text("".join(f"{json.dumps(row)}\n" for row in (first | change, second)))
+    with pytest.raises(UserError, match=re.escape(message)):
+        conduct(study, Path("study.yaml"))
 
 
 def test_closing_ends_what_still_runs(tmp_path, fake_runs):
@@ -443,7 +486,7 @@ def test_closing_ends_what_still_runs(tmp_path, fake_runs):
             time.sleep(0.02)
         begun = time.monotonic()
     assert time.monotonic() - begun < 10
-    assert [state_of(cell) for cell in cells] == [State.NEW, State.DONE]
+    assert [protocol.state_of(cell) for cell in cells] == [State.NEW, State.DONE]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot keep a process to some CPUs")

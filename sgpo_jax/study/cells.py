@@ -14,6 +14,7 @@ from sgpo_jax.files import read_json
 from sgpo_jax.profiling import profile_sampling, verifier_digest
 from sgpo_jax.run import FINAL, Run
 from sgpo_jax.study.config import PROFILE, Settings, StudyConfig, flatten
+from sgpo_jax.study.records import Records
 from sgpo_jax.types import UserError
 
 Chosen = Mapping[tuple[str, str], Settings]
@@ -63,13 +64,14 @@ class Cell:
 class Protocol:
     """All cells of a study file, as configurations.
 
-    planned: its final runs, with the first candidate where tuning will choose. Building one raises UserError for any
-    setting that no run may have.
+    planned: its final runs, with the first candidate where tuning will choose. records: of those that are done.
+    Building one raises UserError for any setting that no run may have.
     """
 
     def __init__(self, study: StudyConfig, study_file: Path) -> None:
         self.study = study
         self._file = study_file
+        self.records = Records(Path(study.records_file or Path(study.study_dir) / "records.jsonl"))
         self._base = strict_yaml.read_tree(Path(study.base))
         grid = study.tuning.grid if study.tuning else {}
         self.candidates = [_merged(settings) for settings in itertools.product(*grid.values())]
@@ -105,6 +107,16 @@ class Protocol:
             for task, config in self._profiles.items()
             if config.run_dir in shared
         ]
+
+    def state_of(self, cell: Cell) -> State:
+        """Raises UserError where the run is done, with other settings than the cell's."""
+        if (record := self.records.find(cell.name)) is not None:
+            _check_settings(record["config"], cell, self.records.where(cell.name))
+            return State.DONE
+        if not (cell.run_dir / "eval" / f"{FINAL}.json").exists():
+            return State.BEGUN if cell.run_dir.exists() else State.NEW
+        _check_settings(read_json(cell.config_file), cell, str(cell.run_dir))
+        return State.DONE
 
     def tuned_ancestor(self, method: str) -> str | None:
         """The method whose tuning decides this one's settings: itself, or the nearest that it descends from."""
@@ -217,16 +229,18 @@ def _profile_inputs(config: Config) -> tuple[Any, ...]:
     return model, config.data, config.profile, profile_sampling(config), verifier_digest(config)
 
 
-def state_of(cell: Cell) -> State:
-    """Raises UserError where the run is done, with other settings than the cell's."""
-    if not (cell.run_dir / "eval" / f"{FINAL}.json").exists():
-        return State.BEGUN if cell.run_dir.exists() else State.NEW
-    tree = read_json(cell.config_file)
-    if tree != cell.config.model_dump(mode="json"):  # else it need not be parsed, and a study may have hundreds
-        binding = binding_differences(parse_config(tree, str(cell.config_file)), cell.config)
-        if binding:
-            raise UserError(
-                f"{cell.run_dir}: was run with other settings ({'; '.join(binding)}); set these back, name another "
-                "study_dir, or remove that run"
-            )
-    return State.DONE
+def own_settings(config: Config) -> Settings:
+    """What of a configuration is not by default; `parse_config` makes it whole again."""
+    return config.model_dump(mode="json", exclude_defaults=True)
+
+
+def _check_settings(tree: Settings, cell: Cell, where: str) -> None:
+    """Of a run that is done, against those that the study file gives it now."""
+    if tree in (own_settings(cell.config), cell.config.model_dump(mode="json")):
+        return  # it need not be parsed, and a study may have hundreds
+    binding = binding_differences(parse_config(tree, where), cell.config)
+    if binding:
+        raise UserError(
+            f"{where}: was run with other settings ({'; '.join(binding)}); set these back, name another study_dir, or "
+            "remove that run and its record"
+        )

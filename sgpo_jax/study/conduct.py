@@ -7,7 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sgpo_jax import profiling
-from sgpo_jax.study.cells import Cell, Protocol, State, state_of
+from sgpo_jax.study.cells import Cell, Protocol, State
 from sgpo_jax.study.config import StudyConfig
 from sgpo_jax.study.figures import check_matplotlib
 from sgpo_jax.study.questions import check_disjoint
@@ -50,7 +50,7 @@ def _conduct(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> l
     final = protocol.final_cells(chosen)
     if unprofiled := _profile(protocol, final, workers):  # of settings that tuning chose
         return failed + unprofiled
-    failed += _run("runs", "run", final, workers, lambda: report.write_tables(final))
+    failed += _run(protocol, "runs", "run", final, workers, lambda: report.write_tables(final))
     if num_waiting := num_final - len(final):
         say(f"study: {num_waiting} final runs wait for tuning")
     report.write_tables(final)
@@ -65,7 +65,7 @@ def _tune(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> list
     open_cells = [cell for cell in protocol.tuning_cells if (cell.task, cell.method) not in chosen]
     if not open_cells:
         return []
-    failed = _run("tuning", "run", open_cells, workers, report.write_tuning)
+    failed = _run(protocol, "tuning", "run", open_cells, workers, report.write_tuning)
     choose(protocol, report.read)
     report.write_tuning()
     chosen = read_choices(protocol)
@@ -75,18 +75,24 @@ def _tune(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> list
 
 
 def _profile(protocol: Protocol, cells: Sequence[Cell], workers: Sequence[Worker]) -> list[Outcome]:
-    """Make the profiles that these share; returns what failed."""
-    profiles = [cell for cell in protocol.profile_cells(cells) if not profiling.is_complete(cell.run_dir)]
-    return _run("profiles", "profile", profiles, workers, lambda: None)
+    """Make the profiles that those of these share that are not done; returns what failed."""
+    waiting = [cell for cell in cells if protocol.state_of(cell) is not State.DONE]
+    profiles = [cell for cell in protocol.profile_cells(waiting) if not profiling.is_complete(cell.run_dir)]
+    return _run(protocol, "profiles", "profile", profiles, workers, lambda: None)
 
 
 def _run(
-    title: str, command: str, cells: Sequence[Cell], workers: Sequence[Worker], after_each: Callable[[], None]
+    protocol: Protocol,
+    title: str,
+    command: str,
+    cells: Sequence[Cell],
+    workers: Sequence[Worker],
+    after_each: Callable[[], None],
 ) -> list[Outcome]:
     """`launch COMMAND` for those that are not done; returns what failed."""
     if not cells:
         return []
-    waiting = [cell for cell in cells if state_of(cell) is not State.DONE]
+    waiting = [cell for cell in cells if protocol.state_of(cell) is not State.DONE]
     failed: list[Outcome] = []
     with (
         progress(title, len(cells), done=len(cells) - len(waiting)) as bar,
@@ -112,8 +118,8 @@ def show_cells(study: StudyConfig, study_file: Path) -> None:
         (cell.name, "complete" if profiling.is_complete(cell.run_dir) else "not complete")
         for cell in protocol.profile_cells(cells)
     ]
-    rows += [(cell.name, str(state_of(cell))) for cell in cells]
+    rows += [(cell.name, str(protocol.state_of(cell))) for cell in cells]
     show_table("Runs", ("run", "state"), rows)
     num_waiting = len(protocol.tuning_cells) + len(protocol.planned) - len(cells)
-    num_done = sum(state_of(cell) is State.DONE for cell in cells)
+    num_done = sum(protocol.state_of(cell) is State.DONE for cell in cells)
     print(f"{num_done} of {len(cells) + num_waiting} runs are done; {num_waiting} wait for tuning to choose.")

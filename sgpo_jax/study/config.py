@@ -55,6 +55,9 @@ class TuningConfig(Section):
 class StudyConfig(Section):
     study_dir: Annotated[str, Field(min_length=1)]
     """Where runs, tables and figures go: TASK/METHOD/seed-S is an ordinary run directory."""
+    records_file: str | None = None
+    """Where all that is read of finished runs is kept, a line each, small enough to be committed; empty:
+    study_dir/records.jsonl. A run with a record is done, whether its directory is still there or not."""
     base: str
     """A run's configuration file, which everything else changes. Like every path here and there, it is relative to the
     working directory."""

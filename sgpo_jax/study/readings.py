@@ -12,6 +12,7 @@ from sgpo_jax.study.config import StudyConfig
 from sgpo_jax.study.curves import Curve, mean_curve
 from sgpo_jax.study.results import LedgerKind, RunResult
 from sgpo_jax.study.statistics import Difference, SeedInterval, paired_bootstrap, seed_interval
+from sgpo_jax.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def read_task(task: str, results: Sequence[RunResult], study: StudyConfig, targe
     marks = {kind: _marks(baselines, kind, targets) for kind in LedgerKind}
     return TaskReading(
         task=task,
-        num_questions=len(best[0].accuracy_of),
+        num_questions=len(best[0].questions.num_correct_Q),
         targets=targets,
         methods=tuple(_read_method(name, runs, best, targets, marks) for name, runs in groups.items() if runs),
     )
@@ -126,9 +127,18 @@ def target_columns(result: RunResult, targets: Targets | None, study: StudyConfi
     return columns
 
 
-def question_matrix(runs: Sequence[RunResult], query_ids: Sequence[str]) -> np.ndarray:
-    """Final accuracy by run and question, [len(runs), len(query_ids)]."""
-    return np.array([[run.accuracy_of[query_id] for query_id in query_ids] for run in runs], np.float64)
+def question_matrix(runs: Sequence[RunResult]) -> np.ndarray:
+    """Final accuracy by run and question, [R, Q]; NaN where a run has no judged sample.
+
+    Raises UserError where two of them were asked other questions.
+    """
+    odd = [run for run in runs if run.questions.digest != runs[0].questions.digest]
+    if odd:
+        raise UserError(
+            f"{odd[0].cell.name} was evaluated on other questions than {runs[0].cell.name}: their accuracies cannot be "
+            "compared"
+        )
+    return np.stack([run.questions.accuracies() for run in runs])
 
 
 def _read_method(
@@ -155,9 +165,9 @@ def _read_method(
 @cache  # most methods have no new run since the last table
 def _against(runs: tuple[RunResult, ...], best: tuple[RunResult, ...]) -> Difference:
     """Over the questions that every run of both has a judged sample of."""
-    shared = set.intersection(*(set(run.accuracy_of) for run in (*runs, *best)))
-    query_ids = sorted(shared)
-    return paired_bootstrap(question_matrix(runs, query_ids), question_matrix(best, query_ids))
+    accuracy_RQ = question_matrix([*runs, *best])
+    accuracy_RQ = accuracy_RQ[:, ~np.isnan(accuracy_RQ).any(axis=0)]
+    return paired_bootstrap(accuracy_RQ[: len(runs)], accuracy_RQ[len(runs) :])
 
 
 def _marks(baselines: Mapping[str, Sequence[RunResult]], kind: LedgerKind, targets: Targets) -> _Marks:

@@ -4,10 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgpo_jax.files import write_text
-from sgpo_jax.study.cells import Cell, Protocol, State, state_of
+from sgpo_jax.study.cells import Cell, Protocol, State
 from sgpo_jax.study.figures import write_figures
 from sgpo_jax.study.readings import Targets, read_task, target_columns, targets_of
-from sgpo_jax.study.results import RunResult, curve_rows, read_result, run_row, settings_text, write_csv, write_parquet
+from sgpo_jax.study.results import (
+    RunResult,
+    curve_rows,
+    from_record,
+    read_result,
+    run_row,
+    settings_text,
+    to_record,
+    write_csv,
+    write_parquet,
+)
 from sgpo_jax.study.summary import summary
 from sgpo_jax.study.tuning import read_choices, tuning_rows
 
@@ -18,12 +28,21 @@ class Report:
     def __init__(self, protocol: Protocol) -> None:
         self._protocol = protocol
         self._dir = Path(protocol.study.study_dir)
-        self._results: dict[Path, RunResult] = {}
+        self._results: dict[str, RunResult] = {}
 
     def read(self, cell: Cell) -> RunResult:
-        if cell.run_dir not in self._results:
-            self._results[cell.run_dir] = read_result(cell, self._protocol.evaluation_set(cell.config))
-        return self._results[cell.run_dir]
+        """From its record; of a run that has none yet, from its directory, and a record of it is kept."""
+        if cell.name not in self._results:
+            self._results[cell.name] = self._read(cell)
+        return self._results[cell.name]
+
+    def _read(self, cell: Cell) -> RunResult:
+        records = self._protocol.records
+        if (record := records.find(cell.name)) is not None:
+            return from_record(cell, record, records.where(cell.name))
+        result = read_result(cell, self._protocol.evaluation_set(cell.config))
+        records.keep(to_record(result))
+        return result
 
     def write_tuning(self) -> None:
         """tuning.csv"""
@@ -59,7 +78,7 @@ class Report:
         baseline among them."""
         study = self._protocol.study
         methods = list(study.methods)
-        done = [cell for cell in cells if state_of(cell) is State.DONE]
+        done = [cell for cell in cells if self._protocol.state_of(cell) is State.DONE]
         done.sort(key=lambda cell: (methods.index(cell.method), cell.seed))
         by_task = {task: [self.read(cell) for cell in done if cell.task == task] for task in study.tasks}
         targets = {task: targets_of(runs, study) for task, runs in by_task.items()}

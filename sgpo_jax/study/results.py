@@ -1,9 +1,10 @@
 """What a finished run of a study left behind, as values, and the tidy tables that are made of them."""
 
+import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pyarrow.parquet
 from sgpo_jax.algorithms.compute import CHARGED, Ledger, Stage, TokenCounts
 from sgpo_jax.files import read_json, read_jsonl, write_bytes
 from sgpo_jax.run import FINAL, INITIAL
-from sgpo_jax.study.cells import Cell
+from sgpo_jax.study.cells import Cell, own_settings
 from sgpo_jax.study.config import Settings, flatten
 from sgpo_jax.study.curves import Curve
+from sgpo_jax.study.records import Record
 from sgpo_jax.types import UserError
 
 
@@ -38,19 +40,36 @@ class Point:
     accuracy: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Questions:
+    """The final evaluation by question, in the set's order.
+
+    digest: of the questions. num_correct_Q, num_judged_Q: int, samples that the verifier found right, and could judge.
+    """
+
+    digest: str
+    num_correct_Q: np.ndarray
+    num_judged_Q: np.ndarray
+
+    def accuracies(self) -> np.ndarray:
+        """[Q], float64; NaN where no sample could be judged."""
+        with np.errstate(invalid="ignore"):
+            return self.num_correct_Q / self.num_judged_Q
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # each is one run: equal to itself alone
 class RunResult:
     """A finished run.
 
     points: the initial evaluation, at the cost of the profile where the method goes by one; those during training; the
-    final one. accuracy_of: final accuracy by query_id, of questions with a judged sample. phase_ends: paper FLOPs at
-    the end of each phase. zero_variance_frac: share of the groups generated for training whose outcomes are all equal;
-    of just_in_time, which trains what it profiles, of its probes. seconds: of training, evaluations left out.
+    final one. phase_ends: paper FLOPs at the end of each phase. zero_variance_frac: share of the groups generated for
+    training whose outcomes are all equal; of just_in_time, which trains what it profiles, of its probes. seconds: of
+    training, evaluations left out.
     """
 
     cell: Cell
     points: tuple[Point, ...]
-    accuracy_of: Mapping[str, float]
+    questions: Questions
     ledger: Ledger
     num_steps: int
     phase_ends: Mapping[str, int]
@@ -85,7 +104,7 @@ def read_result(cell: Cell, evaluation_set: str) -> RunResult:
     return RunResult(
         cell=cell,
         points=points,
-        accuracy_of={q["query_id"]: q["avg"] for q in final["questions"] if q["avg"] is not None},
+        questions=_questions(final["questions"]),
         ledger=ledger,
         num_steps=len(rows),
         phase_ends={row["phase"]: row["compute/paper_flops"] for row in rows},
@@ -93,6 +112,62 @@ def read_result(cell: Cell, evaluation_set: str) -> RunResult:
             rows, "profile" if cell.config.train.method == "just_in_time" else "rollouts"
         ),
         seconds=sum(row["seconds/total"] - row.get("seconds/evaluate", 0.0) for row in rows),
+    )
+
+
+def to_record(result: RunResult) -> Record:
+    """All of a result, as a line of JSON; `from_record` is its inverse."""
+    questions = result.questions
+    return {
+        "name": result.cell.name,
+        "config": own_settings(result.cell.config),
+        "points": [list(astuple(point)) for point in result.points],
+        "phase_ends": dict(result.phase_ends),
+        "num_params": result.ledger.num_params,
+        "tokens": {
+            stage.value: {key: count for key, count in asdict(tokens).items() if count}
+            for stage, tokens in result.ledger.tokens.items()
+        },
+        "num_steps": result.num_steps,
+        "zero_variance_frac": result.zero_variance_frac,
+        "seconds": round(result.seconds, 1),
+        "questions": questions.digest,
+        "num_correct": questions.num_correct_Q.tolist(),
+        "num_judged": _one_if_equal(questions.num_judged_Q.tolist()),
+    }
+
+
+def from_record(cell: Cell, record: Record, where: str) -> RunResult:
+    """Raises UserError for a record that is not whole; `where` names it."""
+    try:
+        tokens = {stage: TokenCounts(**record["tokens"][stage]) for stage in Stage}
+        return RunResult(
+            cell=cell,
+            points=tuple(Point(*point) for point in record["points"]),
+            questions=Questions(
+                record["questions"],
+                num_correct_Q=(num_correct_Q := np.array(record["num_correct"], np.int64)),
+                num_judged_Q=np.broadcast_to(np.array(record["num_judged"], np.int64), num_correct_Q.shape),
+            ),
+            ledger=Ledger(record["num_params"], tokens),
+            num_steps=record["num_steps"],
+            phase_ends=record["phase_ends"],
+            zero_variance_frac=record["zero_variance_frac"],
+            seconds=record["seconds"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: not the record of a run: {error!r}; remove its line, and it is run again") from None
+
+
+def _one_if_equal(counts: list[int]) -> list[int] | int:
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def _questions(rows: Sequence[Mapping[str, Any]]) -> Questions:
+    return Questions(
+        digest=hashlib.blake2b(json.dumps([row["query_id"] for row in rows]).encode(), digest_size=8).hexdigest(),
+        num_correct_Q=np.array([row["num_correct"] for row in rows]),
+        num_judged_Q=np.array([row["num_judged"] for row in rows]),
     )
 
 

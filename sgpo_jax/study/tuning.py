@@ -10,7 +10,7 @@ import numpy as np
 
 from sgpo_jax.config import binding_settings
 from sgpo_jax.files import read_json, write_json
-from sgpo_jax.study.cells import Cell, Protocol, State, state_of
+from sgpo_jax.study.cells import Cell, Protocol, State
 from sgpo_jax.study.config import Settings, TuningConfig
 from sgpo_jax.study.results import LedgerKind, RunResult, settings_text
 from sgpo_jax.types import UserError
@@ -71,7 +71,7 @@ def waiting_lines(protocol: Protocol, chosen: Mapping[tuple[str, str], Settings]
     for task, method in _tuned(protocol):
         if (task, method) not in chosen:
             cells = _cells_of(protocol, task, method)
-            num_failed = sum(state_of(cell) is not State.DONE for cell in cells)
+            num_failed = sum(protocol.state_of(cell) is not State.DONE for cell in cells)
             lines.append(
                 f"{task}/{method} is not tuned yet, and its final runs wait: {num_failed} of its {len(cells)} tuning "
                 f"runs are not done; the same command tries these again{way_out}"
@@ -95,7 +95,7 @@ def tuning_rows(protocol: Protocol, read: ReadCell, chosen: Mapping[tuple[str, s
             "chosen": chosen.get((cell.task, cell.method)) == settings,
         }
         for cell in protocol.tuning_cells
-        if cell.candidate is not None and state_of(cell) is State.DONE
+        if cell.candidate is not None and protocol.state_of(cell) is State.DONE
         for settings in [protocol.candidates[cell.candidate]]
     ]
 
@@ -107,7 +107,7 @@ def _scores(protocol: Protocol, task: str, method: str, read: ReadCell) -> dict[
     return {
         number: float(np.mean([_compared(protocol, read(cell)) for cell in group]))
         for number, group in groups.items()
-        if all(state_of(cell) is State.DONE for cell in group)
+        if all(protocol.state_of(cell) is State.DONE for cell in group)
     }
 
 
