@@ -10,7 +10,8 @@ from sgpo_jax.config import JustInTimeConfig, RefillConfig
 from sgpo_jax.schedulers.base import Decision, in_order, split_incomplete
 from sgpo_jax.schedulers.carried import group_from_json, group_to_json
 from sgpo_jax.schedulers.order import ShuffledOrder
-from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup, UserError
+from sgpo_jax.schedulers.shortage import shortage
+from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,14 @@ class JustInTimeScheduler:
             return False
         is_over = self._step.num_rounds == self._refill.max_rounds
         if is_over and self._refill.when_short == "error":
-            raise UserError(self._shortage())
+            raise shortage(
+                self._refill,
+                self._step.outcomes,
+                len(self._kept),
+                self._prompts_per_step,
+                tried=("chunks", "probes"),
+                more="more just_in_time.num_samples or chunk_queries",
+            )
         return not is_over
 
     def _probes(self) -> list[GroupRequest]:
@@ -185,15 +193,3 @@ class JustInTimeScheduler:
 
     def _phase(self, place: int) -> str:
         return f"e{(place - 1) // len(self._queries) + 1}"
-
-    def _shortage(self) -> str:
-        outcomes = self._step.outcomes
-        num_probes = outcomes.total()
-        share = outcomes[Outcome.MIXED] / num_probes if num_probes else 0.0
-        return (
-            f"after refill.max_rounds={self._refill.max_rounds} chunks, {len(self._kept)} of {self._prompts_per_step} "
-            f"groups of the step are informative: {share:.1%} of {num_probes} judged probes "
-            f"({outcomes[Outcome.ALL_CORRECT]} all correct, {outcomes[Outcome.ALL_WRONG]} all wrong). Use harder or "
-            "easier data, more just_in_time.num_samples or chunk_queries, more refill.max_rounds, or "
-            "refill.when_short=train"
-        )

@@ -9,7 +9,8 @@ from sgpo_jax.algorithms.greso import Outcome, outcome_of
 from sgpo_jax.config import RefillConfig
 from sgpo_jax.schedulers.base import Decision, in_order, split_incomplete
 from sgpo_jax.schedulers.order import Portion, ShuffledOrder
-from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup, UserError
+from sgpo_jax.schedulers.shortage import shortage
+from sgpo_jax.types import GroupRequest, Purpose, Query, RolloutGroup
 
 
 @dataclass
@@ -90,7 +91,14 @@ class UniformScheduler:
         missing = self._prompts_per_step - len(step.kept)
         is_over = step.num_rounds == self._refill.max_rounds
         if missing and is_over and not step.ends_epoch and self._refill.when_short == "error":
-            raise UserError(self._shortage())
+            raise shortage(
+                self._refill,
+                step.outcomes,
+                len(step.kept),
+                self._prompts_per_step,
+                tried=("rounds", "groups"),
+                more="larger groups",
+            )
         ready = not missing or is_over or step.ends_epoch
         if ready:
             self._end_step(step)
@@ -144,15 +152,4 @@ class UniformScheduler:
             done=ready and num_drawn == len(self._order),
             progress=num_drawn / len(self._order),
             dropped={str(reason): count for reason, count in step.dropped.items() if count},
-        )
-
-    def _shortage(self) -> str:
-        step = self._step
-        num_groups = step.outcomes.total()
-        share = step.outcomes[Outcome.MIXED] / num_groups if num_groups else 0.0
-        return (
-            f"after refill.max_rounds={self._refill.max_rounds} rounds, {len(step.kept)} of {self._prompts_per_step} "
-            f"groups of the step are informative: {share:.1%} of {num_groups} judged groups "
-            f"({step.outcomes[Outcome.ALL_CORRECT]} all correct, {step.outcomes[Outcome.ALL_WRONG]} all wrong). Use "
-            "harder or easier data, larger groups, more refill.max_rounds, or refill.when_short=train"
         )
