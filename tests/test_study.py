@@ -437,18 +437,19 @@ def test_a_done_run_with_other_settings_is_refused(tmp_path, fake_runs):
 
 def test_a_study_goes_on_by_its_records_alone(tmp_path, fake_runs):
     """As in a fresh checkout that holds the records of an unfinished study: tables come out the same."""
-    records = tmp_path / "records.jsonl"
-    study = study_of(tmp_path, records_file=str(records), budget_fracs=[0.5, 1.0])
+    results = tmp_path / "results"
+    records = results / "records.jsonl"
+    study = study_of(tmp_path, results_dir=str(results), budget_fracs=[0.5, 1.0])
     conduct(study, Path("study.yaml"))
     directory = tmp_path / "study"
-    tables = {name: (directory / name).read_bytes() for name in ("study.csv", "curves.csv", "tuning.csv", "summary.md")}
+    tables = {name: (results / name).read_bytes() for name in ("study.csv", "curves.csv", "tuning.csv", "summary.md")}
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(rows) == 12 + 5
     records.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["name"] != "t/sgpo/seed-2"))
     shutil.rmtree(directory)
 
     conduct(study, Path("study.yaml"))
-    assert {name: (directory / name).read_bytes() for name in tables} == tables
+    assert {name: (results / name).read_bytes() for name in tables} == tables
     assert [path.parent.name for path in directory.rglob("metrics.jsonl")] == ["seed-2"], "only what had no record"
     assert [json.loads(line) for line in records.read_text().splitlines()] == rows
 

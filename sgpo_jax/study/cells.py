@@ -71,7 +71,7 @@ class Protocol:
     def __init__(self, study: StudyConfig, study_file: Path) -> None:
         self.study = study
         self._file = study_file
-        self.records = Records(Path(study.records_file or Path(study.study_dir) / "records.jsonl"))
+        self.records = Records(study.results / "records.jsonl")
         self._base = strict_yaml.read_tree(Path(study.base))
         grid = study.tuning.grid if study.tuning else {}
         self.candidates = [_merged(settings) for settings in itertools.product(*grid.values())]

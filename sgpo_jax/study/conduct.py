@@ -55,7 +55,7 @@ def _conduct(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> l
         say(f"study: {num_waiting} final runs wait for tuning")
     report.write_tables(final)
     report.write_figures(final)
-    say(f"study: {protocol.study.study_dir}/summary.md, study.csv and the figures are written")
+    say(f"study: {protocol.study.results}/summary.md, study.csv and the figures are written")
     return failed
 
 

@@ -54,10 +54,10 @@ class TuningConfig(Section):
 
 class StudyConfig(Section):
     study_dir: Annotated[str, Field(min_length=1)]
-    """Where runs, tables and figures go: TASK/METHOD/seed-S is an ordinary run directory."""
-    records_file: str | None = None
-    """Where all that is read of finished runs is kept, a line each, small enough to be committed; empty:
-    study_dir/records.jsonl. A run with a record is done, whether its directory is still there or not."""
+    """Where the runs go: TASK/METHOD/seed-S is an ordinary run directory."""
+    results_dir: str | None = None
+    """Where tables, figures, what tuning chose and records.jsonl go, small enough to be committed; empty: study_dir. A
+    run with a record is done, whether its directory is still there or not."""
     base: str
     """A run's configuration file, which everything else changes. Like every path here and there, it is relative to the
     working directory."""
@@ -111,6 +111,11 @@ class StudyConfig(Section):
         final = {seed for name in self.methods for seed in self.seeds_of(name)}
         if shared := final & set(self.tuning.seeds):
             raise ValueError(f"tuning.seeds: {min(shared)} is a seed of final runs too")
+
+    @property
+    def results(self) -> Path:
+        """Where results go."""
+        return Path(self.results_dir or self.study_dir)
 
     def lineage(self, name: str) -> list[str]:
         """The methods that this one descends from, first ancestor first, itself last. Raises ValueError on a circle."""

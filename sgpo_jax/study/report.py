@@ -1,7 +1,6 @@
-"""The files that a study leaves in study_dir, written anew after each of its runs, from the runs that are finished."""
+"""The tables and figures of a study, written anew after each of its runs, from the runs that are finished."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from sgpo_jax.files import write_text
 from sgpo_jax.study.cells import Cell, Protocol, State
@@ -27,7 +26,7 @@ class Report:
 
     def __init__(self, protocol: Protocol) -> None:
         self._protocol = protocol
-        self._dir = Path(protocol.study.study_dir)
+        self._dir = protocol.study.results
         self._results: dict[str, RunResult] = {}
 
     def read(self, cell: Cell) -> RunResult:

@@ -32,7 +32,7 @@ def read_choices(protocol: Protocol) -> dict[tuple[str, str], Settings]:
         if choice.get("digest") != _digest(protocol, task, method):
             raise UserError(
                 f"{path}: {task}/{method} was tuned with another grid, seeds or settings; set them back, name another "
-                "study_dir, or take its entry out of that file to tune it again"
+                "results_dir, or take its entry out of that file to tune it again"
             )
         chosen[task, method] = choice["settings"]
     return chosen
@@ -141,4 +141,4 @@ def _tuning(protocol: Protocol) -> TuningConfig:
 
 
 def _path(protocol: Protocol) -> Path:
-    return Path(protocol.study.study_dir) / "tuning.json"
+    return protocol.study.results / "tuning.json"
