@@ -20,7 +20,7 @@ REQUIREMENTS=tools/requirements/vllm-$PLATFORM.txt
 STAMP=$VENV/.installed
 WANTED=$("$PYTHON" -V; cat "$REQUIREMENTS")
 if [[ ! -f $STAMP ]] || [[ $(<"$STAMP") != "$WANTED" ]]; then
-    echo "setup_vllm: making $VENV for $PLATFORM (2 GB on cpu, 8 GB on others; minutes)" >&2
+    echo "setup_vllm: making $VENV for $PLATFORM (2 GB on cpu, 8 to 11 GB on others; minutes)" >&2
     "$PYTHON" -m venv --clear "$VENV"
     # The files are complete: pip must not add what they leave out.
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$REQUIREMENTS"
