@@ -145,7 +145,8 @@ class VLLMConfig(Section):
     """GPUs of the server, by their numbers among those that this process sees; empty: with placement=split all that
     mesh.devices leaves, or the last half; with shared the trainer's."""
     memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory that the server takes; empty: vLLM's own default."""
+    """Share of a GPU's memory that the server takes, with placement=shared while it is awake, and at most 0.95; empty:
+    vLLM's own default."""
     kv_cache_gib: Count = 1
     """Memory of the key-value cache on CPUs, in GiB."""
     tensor_parallel: Count = 1
@@ -453,9 +454,10 @@ class MeshConfig(Section):
     tensor: int = 1
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs of the trainer, by their numbers among those that this process sees; empty: all that vllm.placement leaves
-    to it."""
+    to it, and none with JAX_PLATFORMS=cpu."""
     memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory that JAX takes when it starts, and keeps; empty: JAX's own default."""
+    """Share of a GPU's memory that JAX takes when it starts, and keeps; empty: JAX's own default. Not for
+    vllm.placement=shared, where JAX takes what it needs and gives it back."""
 
     @model_validator(mode="after")
     def _check(self) -> "MeshConfig":

@@ -99,14 +99,17 @@ def train_stage(run: Run) -> None:
     step = TrainStep(run.model, config)
     trackers = make_trackers(config.telemetry, run.dir, config.model_dump(mode="json"))
     metrics = Metrics(run.dir / "metrics.jsonl", trackers)
+    scheduler = make_scheduler(config, plan, run.queries, rows)
+    turns = run.turns
+    params = turns.trainer(run.params)
     parts = TrainingParts(
         config=config,
         run_dir=run.dir,
-        scheduler=make_scheduler(config, plan, run.queries, rows),
+        scheduler=scheduler,
         collector=run.collector,
         step=step,
         # A copy, since the first update consumes the initial weights.
-        reference=jax.tree.map(jnp.copy, nnx.state(run.model)) if config.train.loss.kl_coef else None,
+        reference=turns.aside(jax.tree.map(jnp.copy, params)) if config.train.loss.kl_coef else None,
         shape=batch_shape(
             run.longest_prompt,
             config.rollouts.max_completion_tokens,
@@ -115,7 +118,7 @@ def train_stage(run: Run) -> None:
         ),
         checkpoints=run.checkpoints,
         metrics=metrics,
-        turns=run.turns,
+        turns=turns,
         probe=run.probe,
         spent=lambda: own_ledger(run),
         account=lambda own: account(run, own),
@@ -124,7 +127,7 @@ def train_stage(run: Run) -> None:
         export=lambda params, phase: _export(run, params, run.dir / "hf" / phase, overwrite=True),
     )
     try:
-        state = initial_state(nnx.state(run.model), step.optimizer)
+        state = initial_state(params, step.optimizer)
         train(parts, state)
     finally:
         metrics.close()
@@ -137,9 +140,11 @@ def evaluate_stage(run: Run, name: str) -> None:
     begin(run)
     step = 0
     if name != INITIAL:
+        run.turns.trainer(())
         restored = run.checkpoints.restore({"params": abstract_like(nnx.state(run.model))})
         step, params = restored.step, restored.arrays["params"]
-        run.engine.update_weights(params, step, run.probe(params))
+        probe = run.probe(params)
+        run.engine.update_weights(run.turns.sampler(params), step, probe)
     _evaluate(run, name, run.config.evaluate.num_samples, step)
     account(run, own_ledger(run))
 

@@ -22,11 +22,12 @@ from sgpo_jax.files import digest_files, read_json, sweep, write_text
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.qwen import Transformer
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
-from sgpo_jax.models.sharding import make_mesh
+from sgpo_jax.models.sharding import make_mesh, park
 from sgpo_jax.models.weights import num_parameters
 from sgpo_jax.rewards import VerifierPool
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.rollouts.engine import Engine, Probe
+from sgpo_jax.rollouts.gpu_memory import release_unused
 from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.rollouts.placement import check_server, claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
@@ -98,11 +99,21 @@ class Run:
         return load_model(self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
 
     @cached_property
+    def params(self) -> nnx.State:
+        """The initial weights, parked once there is an engine that shares the devices."""
+        return nnx.state(self.model)
+
+    @cached_property
     def engine(self) -> Engine:
         """With the initial weights."""
         stop_ids = stop_token_ids(self.model_dir, self.tokenizer)
         if self.config.rollouts.engine == "vllm":
             check_server(self.config.vllm, num_gpus(os.environ))
+            probe = self.probe(self.params)
+            if self.config.vllm.placement == "shared":
+                self.params = park(self.params)  # the server takes its memory when it starts
+                for gpu in release_unused():
+                    say(f"vllm: GPU {gpu.number} has {gpu.free / 2**30:.1f} of {gpu.total / 2**30:.1f} GiB free for it")
             say("vllm: starting (a minute or two)")
             return make_vllm_engine(
                 self.config,
@@ -111,8 +122,8 @@ class Run:
                 stop_ids=stop_ids,
                 longest_prompt=self.longest_prompt,
                 log=self.dir / "vllm.log",
-                initial=(params := nnx.state(self.model)),
-                probe=self.probe(params),
+                initial=self.params,
+                probe=probe,
             )
         return JaxEngine(
             self.model,
@@ -202,7 +213,7 @@ def open_run(config: Config) -> Iterator[Run]:
     try:
         _check_owner(config, run_dir)
         sweep(run_dir)
-        claim(config.mesh)
+        claim(config)
         everything = make_mesh(config.mesh)
         mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
         with nullcontext() if mesh is None else jax.set_mesh(mesh):

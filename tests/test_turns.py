@@ -12,6 +12,7 @@ from sgpo_jax import pipeline
 from sgpo_jax.config import Config
 from sgpo_jax.files import read_json
 from sgpo_jax.models.sharding import on_devices
+from sgpo_jax.rollouts.gpu_memory import GPUMemory
 from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.rollouts.turns import SharedDevices
 from sgpo_jax.run import Run, open_run
@@ -22,7 +23,8 @@ from sgpo_jax.types import UserError
 def small_config(run_dir: Path, **sections) -> Config:
     data = {"train": [{"path": str(DEMO / "train.jsonl"), "max_queries": 24}]}
     evaluate = {"sets": [{"path": str(DEMO / "heldout.jsonl"), "max_queries": 4}], "num_samples": 2, "every": 2}
-    return demo_config(run_dir, data=data, evaluate=evaluate, **sections)
+    train = {"loss": {"kl_coef": 0.01}}
+    return demo_config(run_dir, data=data, evaluate=evaluate, train=train, **sections)
 
 
 def run_all(config: Config) -> None:
@@ -46,7 +48,7 @@ def memory_kinds(arrays) -> set[str]:
 
 
 def test_a_run_that_shares_its_devices_takes_turns_and_trains_the_same_weights(plain, tmp_path, monkeypatch):
-    """Saved and exported from host memory, too."""
+    """Saved and exported from host memory, too; the reference of the KL divergence waits there but for its own use."""
     events: list[str] = []
 
     class SleepingEngine(JaxEngine):
@@ -63,7 +65,16 @@ def test_a_run_that_shares_its_devices_takes_turns_and_trains_the_same_weights(p
             events.append("sync" if memory_kinds(params) == {"pinned_host"} else "load")
             return super().update_weights(jax.tree.map(on_devices, params), version, probe)
 
-    update = TrainStep.update
+    train, logprobs, update = pipeline.train, TrainStep.logprobs, TrainStep.update
+    references: list[set[str]] = []
+
+    def recording_train(parts, state):
+        references.append(memory_kinds(parts.reference))
+        return train(parts, state)
+
+    def recording_logprobs(self, params, batches):
+        references.append(memory_kinds(params))
+        return logprobs(self, params, batches)
 
     def recording_update(self, state, batches, rate):
         events.append("update")
@@ -73,14 +84,42 @@ def test_a_run_that_shares_its_devices_takes_turns_and_trains_the_same_weights(p
     monkeypatch.setattr("sgpo_jax.run.JaxEngine", SleepingEngine)
     monkeypatch.setattr(Run, "turns", property(lambda run: SharedDevices(run.engine)))
     monkeypatch.setattr(TrainStep, "update", recording_update)
+    monkeypatch.setattr(TrainStep, "logprobs", recording_logprobs)
+    monkeypatch.setattr(pipeline, "train", recording_train)
     run_all(small_config(tmp_path / "run"))
 
-    # The engine is made, for profile and evaluation; each step then sleeps once, before the update's first use of the
-    # devices; the final evaluation loads a checkpoint.
-    steps = r"sync( (generate )+sleep update sync)+"
-    assert re.fullmatch(rf"load (generate )+{steps} load generate", " ".join(events)), events
+    # The engine is made, for profile and evaluation; it sleeps while the state is made, once in each step, before the
+    # update's first use of the devices, and while the final evaluation loads a checkpoint.
+    steps = r"sleep sync( (generate )+sleep update sync)+"
+    assert re.fullmatch(rf"load (generate )+{steps} sleep sync generate", " ".join(events)), events
+    assert references[0] == {"pinned_host"}
+    assert references[1:] == [{"device"}] * events.count("update")
     assert exports(tmp_path / "run") == exports(plain)
     assert read_json(tmp_path / "run" / "eval" / "final.json") == read_json(plain / "eval" / "final.json")
+
+
+def test_weights_wait_in_host_memory_before_a_server_that_shares_the_gpus_starts(tmp_path, monkeypatch, capsys):
+    class StartedError(Exception):
+        """Instead of a server."""
+
+    def release():
+        events.append("release")
+        return [GPUMemory(0, 3 << 30, 4 << 30)]
+
+    def start(*_, initial, probe, **__):
+        events.append(*memory_kinds(initial))
+        assert probe.token_ids
+        raise StartedError
+
+    events: list[str] = []
+    monkeypatch.setattr("sgpo_jax.run.check_server", lambda *_: None)
+    monkeypatch.setattr("sgpo_jax.run.release_unused", release)
+    monkeypatch.setattr("sgpo_jax.run.make_vllm_engine", start)
+    shared = {"rollouts": {"engine": "vllm"}, "vllm": {"placement": "shared"}}
+    with open_run(small_config(tmp_path, **shared)) as run, pytest.raises(StartedError):
+        _ = run.engine
+    assert events == ["release", "pinned_host"]
+    assert "vllm: GPU 0 has 3.0 of 4.0 GiB free for it" in capsys.readouterr().err
 
 
 def test_an_exported_phase_starts_a_new_run_whose_profile_is_its_own(plain, tmp_path):

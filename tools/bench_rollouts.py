@@ -71,12 +71,11 @@ def start(
             "data": {"train": [{"path": "unused"}]},
             "rollouts": {"engine": "vllm", "max_completion_tokens": max_tokens},
             "vllm": {"platform": platform, "placement": "shared" if one else "split", **one},
-            "mesh": one,
         },
         where="benchmark",
     )
     config = place(config, gpus)
-    claim(config.mesh)
+    claim(config)
     model = load_model(model_dir, compute_dtype=dtype, remat="none")
     stop_ids = stop_token_ids(model_dir, load_tokenizer(model_dir))
     params = nnx.state(model)

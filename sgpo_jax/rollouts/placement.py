@@ -3,21 +3,27 @@
 JAX takes memory on every GPU that it sees as soon as it starts, so a mesh over some of them would not leave the others
 to the server: what JAX may see has to be said before its first use of a device. It is said by JAX's own option, not by
 this process's CUDA_VISIBLE_DEVICES, which therefore stays what the numbers in the configuration count in.
+
+Where both have the same GPUs, JAX must also give back the memory that its arrays leave. Its own allocator never does,
+and with jaxlib 0.10.2 "platform" does not either (jax-ml/jax issue 39145), so it is "cuda_async": pools of the CUDA
+driver's, which without preallocation keep nothing unused once the host has waited for the GPU (`gpu_memory`).
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from sgpo_jax.config import Config, MeshConfig, VLLMConfig
+from sgpo_jax.config import Config, VLLMConfig
 from sgpo_jax.types import MachineError, UserError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PLATFORMS = "JAX_PLATFORMS"
+_GIVES_BACK = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+_LARGEST_SERVER_FRAC = 0.95  # a parked trainer still has its CUDA context and its programs on the GPU
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
@@ -33,12 +39,12 @@ def visible_devices(numbers: Sequence[int], environment: Mapping[str, str]) -> s
     return ",".join(str(number) if names is None else names[number] for number in numbers)
 
 
-def place(config: Config, count: int) -> Config:
+def place(config: Config, count: int, environment: Mapping[str, str] = os.environ) -> Config:
     """The configuration with mesh.devices, vllm.devices and vllm.data_parallel filled in, on a machine of `count` GPUs.
 
-    Left as it is where no server of the run's own takes GPUs, and on a machine without any, where a plan can be made
-    but no server started (`check_server`). Raises UserError where the GPUs do not suffice, are named twice, or are
-    shared without both shares of their memory.
+    With JAX_PLATFORMS=cpu the trainer has no GPUs, and the server may have them all. Left as it is where no server of
+    the run's own takes GPUs, and on a machine without any, where a plan can be made but no server started
+    (`check_server`). Raises UserError where the GPUs do not suffice or are named twice, or cannot be shared as asked.
     """
     if config.rollouts.engine != "vllm":
         return config
@@ -50,7 +56,10 @@ def place(config: Config, count: int) -> Config:
     if not count:
         return config
     _check_numbers(config, count)
-    trainer, server = (_shared if is_shared else _split)(config, count)
+    if environment.get(_PLATFORMS, "").lower() == "cpu":
+        trainer, server = _beside_cpus(config, count)
+    else:
+        trainer, server = (_shared if is_shared else _split)(config, count)
     mesh = config.mesh.model_copy(update={"devices": trainer})
     vllm = config.vllm.model_copy(update={"devices": server, "data_parallel": _data_parallel(config, len(server))})
     return config.model_copy(update={"mesh": mesh, "vllm": vllm})
@@ -64,27 +73,43 @@ def check_server(config: VLLMConfig, count: int) -> None:
         )
 
 
-def claim(config: MeshConfig, environment: Any = os.environ) -> None:
-    """Tell JAX its GPUs and its share of their memory, before it first uses a device.
+def claim(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Tell JAX its GPUs (of a configuration that was placed) and how to take their memory, before it first uses one.
 
-    Raises MachineError where that was too late, UserError where JAX has no GPUs at all.
+    Raises MachineError where JAX had started on other GPUs before; UserError where it has none at all, or where the
+    environment has it keep memory of GPUs that are shared.
     """
-    if config.memory_frac is not None:
+    mesh = config.mesh
+    if mesh.memory_frac is not None:
         environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name; JAX refuses to have both
-        environment["XLA_CLIENT_MEM_FRACTION"] = str(config.memory_frac)
-    if not config.devices:
+        environment["XLA_CLIENT_MEM_FRACTION"] = str(mesh.memory_frac)
+    if not mesh.devices:
         return
-    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.devices)))
+    if config.rollouts.engine == "vllm" and config.vllm.placement == "shared":
+        _have_memory_given_back(environment)
+    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, mesh.devices)))
     if jax.default_backend() != "gpu":
         raise UserError(
-            f"mesh.devices={list(config.devices)}: GPUs are meant for the trainer, but JAX runs on "
-            f"{jax.default_backend()}; install its GPU build (PLATFORM=cuda12 bash tools/setup.sh)"
+            f"mesh.devices={list(mesh.devices)}: GPUs are meant for the trainer, but JAX runs on "
+            f"{jax.default_backend()}; install its GPU build (PLATFORM=cuda12 bash tools/setup.sh), or set "
+            f"{_PLATFORMS}=cpu to train on CPUs"
         )
-    if len(jax.local_devices()) != len(config.devices):
+    found = sorted(device.local_hardware_id for device in jax.local_devices())
+    if found != sorted(mesh.devices):
         raise MachineError(
-            f"mesh.devices={list(config.devices)}: JAX had started on {len(jax.local_devices())} GPUs before; run this "
-            "configuration in a process of its own"
+            f"mesh.devices={list(mesh.devices)}: JAX had started on GPUs {found} before; run this configuration in a "
+            "process of its own"
         )
+
+
+def _have_memory_given_back(environment: MutableMapping[str, str]) -> None:
+    for name, wanted in _GIVES_BACK.items():
+        if (given := environment.get(name, wanted)).lower() != wanted:
+            raise UserError(
+                f"{name}={given}: with vllm.placement=shared JAX must give GPU memory back, which takes {wanted} here; "
+                "unset it, or set vllm.placement=split"
+            )
+        environment[name] = wanted
 
 
 def _listed(value: str) -> list[str]:
@@ -115,20 +140,32 @@ def _split(config: Config, count: int) -> tuple[tuple[int, ...], tuple[int, ...]
     if not trainer or not server:
         raise UserError(
             f"vllm.placement=split: of {count} GPUs, {len(trainer)} are left to the trainer and {len(server)} to the "
-            "server; give both at least one, or set vllm.placement=shared"
+            f"server; give both at least one, set vllm.placement=shared, or train on CPUs with {_PLATFORMS}=cpu"
         )
     return trainer, server
 
 
+def _beside_cpus(config: Config, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The server's GPUs where the trainer has none: those named, or all."""
+    for key, is_meant in (
+        ("vllm.placement=shared", config.vllm.placement == "shared"),
+        (f"mesh.devices={list(config.mesh.devices)}", bool(config.mesh.devices)),
+    ):
+        if is_meant:
+            raise UserError(f"{key}: gives the trainer GPUs, but {_PLATFORMS}=cpu has JAX run on CPUs; unset one")
+    return (), config.vllm.devices or tuple(range(count))
+
+
 def _shared(config: Config, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shares = {"mesh.memory_frac": config.mesh.memory_frac, "vllm.memory_frac": config.vllm.memory_frac}
-    if missing := [key for key, share in shares.items() if share is None]:
-        raise UserError(f"vllm.placement=shared: needs {' and '.join(missing)}, the shares of a GPU's memory")
-    # JAX keeps what it once took, asleep or not; and the server must fit in beside it when it starts.
-    if sum(share or 0.0 for share in shares.values()) > 1:
+    if config.mesh.memory_frac is not None:
         raise UserError(
-            f"vllm.placement=shared: {', '.join(f'{key}={share}' for key, share in shares.items())} are together more "
-            "than the whole GPU; they must not exceed 1"
+            f"mesh.memory_frac={config.mesh.memory_frac}: with vllm.placement=shared the trainer takes the memory that "
+            "it needs when its turn comes, and gives it back; leave it out"
+        )
+    if (config.vllm.memory_frac or 0.0) > _LARGEST_SERVER_FRAC:
+        raise UserError(
+            f"vllm.memory_frac={config.vllm.memory_frac}: with vllm.placement=shared at most {_LARGEST_SERVER_FRAC}, "
+            "since the waiting trainer's programs stay on the GPU"
         )
     both = config.mesh.devices or config.vllm.devices or tuple(range(count))
     if set(both) != set(config.vllm.devices or both):

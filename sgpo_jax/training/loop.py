@@ -13,6 +13,7 @@ from sgpo_jax.checkpoints import Checkpoints, abstract_like
 from sgpo_jax.config import Config, EvaluateConfig
 from sgpo_jax.data.batching import Batch, BatchShape, padding_frac
 from sgpo_jax.files import write_jsonl
+from sgpo_jax.models.sharding import on_devices
 from sgpo_jax.rollouts.collect import Collector
 from sgpo_jax.rollouts.engine import Probe
 from sgpo_jax.rollouts.turns import Turns
@@ -31,7 +32,7 @@ _STAGES = {Purpose.PROFILE: Stage.PROFILING, Purpose.TRAIN: Stage.TRAINING}
 class TrainingParts:
     """What the loop works with, made by the pipeline.
 
-    reference: parameters that the KL divergence is from, None without one; never donated.
+    reference: parameters that the KL divergence is from, None without one; never donated, and set aside.
     spent(): the loop's own ledger as it was last written. account(own): write it, and give the ledger of the whole run.
     turns: whose turn it is on the devices, the engine's or the trainer's.
     probe(params): what the engine is held to after it got a copy of them; None where it shares them.
@@ -162,7 +163,9 @@ def _update(
 ) -> tuple[TrainState, list[UpdateResult], list[Batch]]:
     """The optimizer updates of one step."""
     config = parts.config
-    updates = make_updates(decision.train, parts.step, state.params, parts.reference, parts.shape, config)
+    reference = jax.tree.map(on_devices, parts.reference)
+    updates = make_updates(decision.train, parts.step, state.params, reference, parts.shape, config)
+    del reference  # where it waits elsewhere, this is a copy
     results = []
     for batches in updates:
         rate = learning_rate(config.train.optimizer, int(state.num_updates), decision.progress)

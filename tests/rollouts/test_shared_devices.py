@@ -63,6 +63,17 @@ def test_the_server_sleeps_while_the_trainer_works_and_gets_the_weights_once_awa
         assert generate(engine)[0].policy_version == 4
 
 
+def test_memory_is_given_back_once_the_arrays_have_left_it(tmp_path, monkeypatch):
+    params = nnx.state(tiny_model())
+    left = []
+    monkeypatch.setattr(
+        "sgpo_jax.rollouts.turns.release_unused",
+        lambda: left.append(all(x.is_deleted() for x in jax.tree.leaves(params) if x.ndim)),
+    )
+    SharedDevices(engine=None).sampler(params)
+    assert left == [True]
+
+
 @pytest.mark.parametrize("fault", ["fail_wake", "killed"])
 def test_a_server_lost_in_its_sleep_is_started_again_awake(tmp_path, fault):
     with fake_engine(tmp_path, **SHARED) as engine:
