@@ -90,6 +90,16 @@ def constrain(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*where))
 
 
+def abstract_results(program: jax.stages.Traced) -> Any:
+    """What a program gives, as shapes, types and the shardings that it compiles to."""
+    compiled = program.lower().compile()
+    return jax.tree.map(
+        lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+
+
 def num_batch_shards() -> int:
     """Over how many devices a batch is spread, under the mesh of jax.set_mesh; without one, 1."""
     mesh = jax.sharding.get_abstract_mesh()

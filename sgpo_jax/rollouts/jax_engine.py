@@ -18,6 +18,7 @@ from flax import nnx
 
 from sgpo_jax.config import RolloutsConfig
 from sgpo_jax.models.qwen import KVCache, Transformer, decode_step, decoding_params, empty_cache, prefill
+from sgpo_jax.models.sharding import abstract_results
 from sgpo_jax.rollouts.engine import Probe, sample_seed
 from sgpo_jax.rollouts.sampling import sample_tokens
 from sgpo_jax.types import Completion, CompletionGroup, FinishReason, GroupRequest, SamplingParams, UserError
@@ -62,7 +63,8 @@ class _Arrivals(NamedTuple):
 class JaxEngine:
     """Samples from the trainer's parameters: in float32 in place, else from a copy of the matrices in the compute type.
 
-    model: gives the architecture and the first parameters. stop_ids: token ids that end a completion.
+    model: gives the architecture and the first parameters; an abstract one (safetensors.abstract_model) makes an engine
+    that only `trace` works on. stop_ids: token ids that end a completion.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class JaxEngine:
         self._max_prompt_tokens = max_prompt_tokens
         self._config = config
         self._run_seed = run_seed
-        self.update_weights(params, 0, None)
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            self.update_weights(params, 0, None)
+        # Compiled, so that a cache that is spread over devices is never whole on one.
+        self._open = jax.jit(self._empty_slots, static_argnums=0)
         self._admit = jax.jit(self._admit_arrivals, donate_argnums=1)
         self._decode = jax.jit(self._decode_some, donate_argnums=1, static_argnames=("top_p", "greedy"))
 
@@ -115,6 +120,23 @@ class JaxEngine:
             if len(group) == request.num_samples:
                 yield CompletionGroup(request, tuple(sorted(group, key=lambda c: c.sample_index)))
 
+    def trace(self, params: nnx.State, sampling: SamplingParams) -> dict[str, jax.stages.Traced]:
+        """The programs of `update_weights` and `generate` by name, for the longest prompts; none of them is run.
+
+        Of the parameters, shapes, types and shardings suffice (jax.ShapeDtypeStruct).
+        """
+        programs: dict[str, jax.stages.Traced] = {}
+        if self._cache_dtype != jnp.float32:
+            programs["decoding_params"] = self._decoding_params.trace(params)
+            params = abstract_results(programs["decoding_params"])
+        programs["empty_slots"] = self._open.trace(sampling)
+        slots = abstract_results(programs["empty_slots"])
+        bucket = _bucket(self._max_prompt_tokens)
+        arrivals = _no_arrivals(self._num_rows(bucket), bucket, self._config.batch_size)
+        programs["admit"] = self._admit.trace(params, slots, arrivals)
+        programs["decode"] = self._decode.trace(params, slots, **_decoding(sampling))
+        return programs
+
     def _check(self, request: GroupRequest) -> None:
         length = len(request.query.prompt_ids)
         if not 0 < length <= self._max_prompt_tokens:
@@ -126,11 +148,9 @@ class JaxEngine:
     def _run(self, requests: Sequence[GroupRequest], sampling: SamplingParams) -> Iterator[tuple[_Sample, Completion]]:
         """The host's loop: fill free slots, decode a few tokens, take what has ended."""
         waiting = deque(self._samples(requests))
-        slots = self._empty_slots(sampling)
+        slots = self._open(sampling)
         taken: list[_Sample | None] = [None] * self._config.batch_size
-        decode = partial(
-            self._decode, temperature=sampling.temperature, top_p=sampling.top_p, greedy=sampling.temperature == 0
-        )
+        decode = partial(self._decode, **_decoding(sampling))
         while waiting or any(taken):
             while _worth_filling(taken, waiting):
                 slots = self._admit(self._params, slots, self._next_arrivals(requests, waiting, taken))
@@ -170,13 +190,8 @@ class JaxEngine:
     ) -> _Arrivals:
         """Move samples from `waiting` into free slots of `taken`: as many prompts of one bucket as one call reads."""
         bucket = _bucket(len(requests[waiting[0].request].query.prompt_ids))
-        num_rows = max(1, self._config.prefill_tokens // bucket)
-        arrivals = _Arrivals(
-            prompts_RP=np.zeros((num_rows, bucket), np.int32),
-            lengths_R=np.ones(num_rows, np.int32),
-            row_B=np.full(len(taken), -1, np.int32),
-            keys_B2=np.zeros((len(taken), 2), np.uint32),
-        )
+        num_rows = self._num_rows(bucket)
+        arrivals = _no_arrivals(num_rows, bucket, len(taken))
         rows: dict[int, int] = {}
         for slot in (b for b, sample in enumerate(taken) if sample is None):
             if not waiting or not _fits(requests[waiting[0].request], waiting[0].request, rows, num_rows, bucket):
@@ -190,6 +205,10 @@ class JaxEngine:
             arrivals.keys_B2[slot] = (sample.seed >> 32, sample.seed & 0xFFFFFFFF)
             taken[slot] = sample
         return arrivals
+
+    def _num_rows(self, bucket: int) -> int:
+        """Prompts that one call reads."""
+        return max(1, self._config.prefill_tokens // bucket)
 
     def _admit_arrivals(self, params: nnx.State, slots: _Slots, arrivals: _Arrivals) -> _Slots:
         """Read the prompts into the caches of their slots. The last prompt token is left for the first decode step."""
@@ -239,6 +258,19 @@ class JaxEngine:
             token_ids_C = tokens_BC[b, :count].copy()
             reason = FinishReason.STOP if int(token_ids_C[-1]) in stop_ids else FinishReason.LENGTH
             yield Completion(sample.index, token_ids_C, logprobs_BC[b, :count].copy(), reason, self._version)
+
+
+def _no_arrivals(num_rows: int, bucket: int, num_slots: int) -> _Arrivals:
+    return _Arrivals(
+        prompts_RP=np.zeros((num_rows, bucket), np.int32),
+        lengths_R=np.ones(num_rows, np.int32),
+        row_B=np.full(num_slots, -1, np.int32),
+        keys_B2=np.zeros((num_slots, 2), np.uint32),
+    )
+
+
+def _decoding(sampling: SamplingParams) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "greedy": sampling.temperature == 0}
 
 
 def _decode_one(

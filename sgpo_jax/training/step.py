@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from sgpo_jax.algorithms.losses import LossInputs, LossMetrics, combine_metrics, policy_loss, zero_metrics
 from sgpo_jax.algorithms.objectives import RECIPES
 from sgpo_jax.config import Config
 from sgpo_jax.data.batching import Batch, with_old_logprobs, with_ref_logprobs
 from sgpo_jax.models.qwen import Transformer, token_logprobs
-from sgpo_jax.models.sharding import partition_spec
+from sgpo_jax.models.sharding import abstract_results, partition_spec
 from sgpo_jax.training.state import TrainState, make_optimizer
 
 
@@ -60,7 +60,7 @@ class TrainStep:
 
     def logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[jax.Array]:
         """Of the batches' tokens, [B, T] each. The batches carry neither old nor reference log-probs yet."""
-        return [self._run("logprobs", self._logprobs, params, _on_mesh(batch)) for batch in batches]
+        return [self._run("logprobs", self._logprobs_program, params, _on_mesh(batch)) for batch in batches]
 
     def old_logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with the log-probs of `params`, where several updates are made on one batch of rollouts."""
@@ -78,15 +78,37 @@ class TrainStep:
 
         With a loss or gradient that is not finite, the state comes back unchanged, counters and schedule included.
         """
-        total = self._run("zeros", _zeros, state.params, out=Gradient(_shardings(state.params), None, None))
+        total = self._run("zeros", _zeros_program, state.params)
         for batch in batches:
-            micro_batch = total, state.params, _on_mesh(batch)
-            total = self._run("accumulate", self._accumulate, *micro_batch, donate=0, out=_shardings(total))
-        out = _shardings(state), None, None
+            total = self._run("accumulate", self._accumulate_program, total, state.params, _on_mesh(batch))
         args = state, total.grads, total.loss, np.float32(learning_rate)
-        state, grad_norm, is_finite = self._run("apply", self._apply, *args, donate=0, out=out)
+        state, grad_norm, is_finite = self._run("apply", self._apply_program, *args)
         loss, metrics, grad_norm, is_finite = jax.device_get((total.loss, total.metrics, grad_norm, is_finite))
         return state, UpdateResult(float(loss), float(grad_norm), bool(is_finite), learning_rate, metrics)
+
+    def trace(self, state: TrainState, batch: Batch) -> dict[str, jax.stages.Traced]:
+        """The programs that `update` and `logprobs` run on such arguments, by name; none of them is run.
+
+        The arguments' shapes, types and shardings suffice: jax.ShapeDtypeStruct, with `batch_sharding` on a mesh.
+        """
+        zeros = _zeros_program(state.params).trace(state.params)
+        total = abstract_results(zeros)
+        learning_rate = jax.ShapeDtypeStruct((), np.float32)
+        return {
+            "zeros": zeros,
+            "accumulate": self._accumulate_program(total).trace(total, state.params, batch),
+            "apply": self._apply_program(state).trace(state, total.grads, total.loss, learning_rate),
+            "logprobs": self._logprobs_program(state.params).trace(state.params, replace(batch, **_NO_LOGPROBS)),
+        }
+
+    def _accumulate_program(self, total: Gradient, *_: Any) -> Any:
+        return jax.jit(self._accumulate, donate_argnums=0, out_shardings=_shardings(total))
+
+    def _apply_program(self, state: TrainState, *_: Any) -> Any:
+        return jax.jit(self._apply, donate_argnums=0, out_shardings=(_shardings(state), None, None))
+
+    def _logprobs_program(self, *_: Any) -> Any:
+        return jax.jit(self._logprobs)
 
     def _logprobs(self, params: nnx.State, batch: Batch) -> jax.Array:
         return self._forward(params, batch).logprobs_BT
@@ -144,26 +166,30 @@ class TrainStep:
         updated = TrainState(optax.apply_updates(state.params, updates), opt_state, state.num_updates + 1)
         return jax.tree.map(partial(jnp.where, is_finite), updated, state), grad_norm, is_finite
 
-    def _run(
-        self, name: str, function: Callable[..., Any], *args: Any, donate: int | None = None, out: Any = None
-    ) -> Any:
+    def _run(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
         """Call a program, compiled ahead of its first call: an argument of another shape is then an error, never a
-        second compilation. `out`: the shardings of the results."""
+        second compilation. program(*args): what jax.jit makes of it for such arguments."""
         if name not in self._programs:
-            donated = () if donate is None else (donate,)
-            self._programs[name] = jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*args).compile()
+            self._programs[name] = program(*args).lower(*args).compile()
         return self._programs[name](*args)
 
 
 def _bare(batches: Sequence[Batch]) -> list[Batch]:
     """Without log-probs: what the program that makes them reads, whatever else was made before."""
-    return [replace(batch, old_logprobs_BT=None, ref_logprobs_BT=None) for batch in batches]
+    return [replace(batch, **_NO_LOGPROBS) for batch in batches]
+
+
+_NO_LOGPROBS: dict[str, Any] = {"old_logprobs_BT": None, "ref_logprobs_BT": None}
 
 
 def _joined(
     batches: Sequence[Batch], arrays: Sequence[jax.Array], join: Callable[[Batch, jax.Array], Batch]
 ) -> list[Batch]:
     return [join(batch, array) for batch, array in zip(batches, arrays, strict=True)]
+
+
+def _zeros_program(params: nnx.State) -> Any:
+    return jax.jit(_zeros, out_shardings=Gradient(_shardings(params), None, None))
 
 
 def _zeros(params: nnx.State) -> Gradient:
@@ -180,8 +206,9 @@ def _on_mesh(batch: Batch) -> Batch:
     if mesh.empty:
         return batch
 
-    def put(array: Any) -> jax.Array:
-        axes = ("batch", "length") if np.ndim(array) == 2 else ()
-        return jax.device_put(array, NamedSharding(mesh, partition_spec(axes)))
+    return jax.tree.map(lambda array: jax.device_put(array, batch_sharding(np.ndim(array), mesh)), batch)
 
-    return jax.tree.map(put, batch)
+
+def batch_sharding(num_dims: int, mesh: Mesh) -> NamedSharding:
+    """Of one array of a micro-batch: rows spread over the devices that share the batch, scalars everywhere."""
+    return NamedSharding(mesh, partition_spec(("batch", "length") if num_dims == 2 else ()))
