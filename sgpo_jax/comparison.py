@@ -27,6 +27,8 @@ from sgpo_jax.algorithms.compute import (
 )
 from sgpo_jax.algorithms.posterior import posterior_phases
 from sgpo_jax.config import Config, ForecastConfig, HardwareConfig
+from sgpo_jax.hardware import DEVICES
+from sgpo_jax.rollouts.placement import place
 from sgpo_jax.schedulers import make_scheduler, reused
 from sgpo_jax.telemetry import format_flops, show_table
 from sgpo_jax.types import (
@@ -77,22 +79,27 @@ def workload_of(config: ForecastConfig, num_params: int) -> Workload:
 
 def compare(workload: Workload, config: Config) -> tuple[MethodForecast, ...]:
     """Every method with its own section of the configuration, whatever train.method is."""
-    epochs = config.train.epochs
-    phases = _sgpo_phases(workload, config)
-    num_profiled = workload.num_queries * (epochs if config.sgpo.later_epochs == "reprofiled" else 1)
-    uniform = uniform_phases(workload.num_queries_of, workload.num_samples, config.dapo.group_size, epochs)
-    return (
-        MethodForecast(
-            "sgpo",
-            "the plan's phases",
-            _forecast(phases, workload, config, num_profiled, num_profiled * workload.num_samples),
-        ),
-        MethodForecast("dapo", "1 - p^G - (1-p)^G of the groups are trained", _forecast(uniform, workload, config)),
-        *(
-            MethodForecast(method, SIMULATED, simulate(workload, _with_method(config, method)))
-            for method in ("greso", "knapsack", "just_in_time")
-        ),
+    return tuple(
+        forecast_method(method, workload, config) for method in ("sgpo", "dapo", "greso", "knapsack", "just_in_time")
     )
+
+
+def forecast_method(method: str, workload: Workload, config: Config) -> MethodForecast:
+    """One method (of train.method), with its own section of the configuration."""
+    epochs = config.train.epochs
+    if method == "sgpo":
+        phases = _sgpo_phases(workload, config)
+        num_profiled = workload.num_queries * (epochs if config.sgpo.later_epochs == "reprofiled" else 1)
+        num_completions = num_profiled * workload.num_samples
+        return MethodForecast(
+            method, "the plan's phases", _forecast(phases, workload, config, num_profiled, num_completions)
+        )
+    if method == "dapo":
+        phases = uniform_phases(workload.num_queries_of, workload.num_samples, config.dapo.group_size, epochs)
+        return MethodForecast(
+            method, "1 - p^G - (1-p)^G of the groups are trained", _forecast(phases, workload, config)
+        )
+    return MethodForecast(method, SIMULATED, simulate(workload, _with_method(config, method)))
 
 
 def _sgpo_phases(workload: Workload, config: Config) -> tuple[PhaseSize, ...]:
@@ -130,32 +137,78 @@ def simulate(workload: Workload, config: Config) -> Forecast:
     return replace(_forecast(phases, workload, config, profiled.total(), num_completions), num_steps=num_steps)
 
 
-def hours(ledger: Ledger, hardware: HardwareConfig) -> float:
-    """Of profiling and training one after the other: sampling at one share of the peak, all other passes at another."""
-    sampled = sum(ledger.tokens[stage].generated + ledger.tokens[stage].prompt_generated for stage in CHARGED)
-    sampling_flops = 2 * ledger.num_params * sampled
-    other_flops = ledger.itemised_flops - sampling_flops
-    seconds = sampling_flops / hardware.mfu_generate + other_flops / hardware.mfu_train
-    return seconds / hardware.flops_per_s / 3600
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """By the clock: one stage follows the other, and devices that wait for those at work are paid for all the same.
+
+    profiling, rollouts: of the sampler; updates: of all other passes.
+    """
+
+    profiling: float
+    rollouts: float
+    updates: float
+
+    @property
+    def total(self) -> float:
+        return self.profiling + self.rollouts + self.updates
+
+
+def hours(ledger: Ledger, config: Config) -> Hours | None:
+    """Of a forecast on the machines of section `hardware`, at its shares of the peak; None without the section."""
+    hardware = config.hardware
+    if hardware is None:
+        return None
+    peaks = _peaks(config, hardware)
+    sampling = {
+        stage: 2 * ledger.num_params * (ledger.tokens[stage].generated + ledger.tokens[stage].prompt_generated)
+        for stage in CHARGED
+    }
+    other = ledger.itemised_flops - sum(sampling.values())
+    per_hour = 3600 * hardware.mfu_generate * peaks.sampler
+    return Hours(
+        profiling=sampling[Stage.PROFILING] / per_hour,
+        rollouts=sampling[Stage.TRAINING] / per_hour,
+        updates=other / (3600 * hardware.mfu_train * peaks.trainer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    """FLOP/s of all the devices that each has."""
+
+    trainer: float
+    sampler: float
+
+
+def _peaks(config: Config, hardware: HardwareConfig) -> _Peaks:
+    if hardware.device is None or hardware.devices_per_host is None:
+        peak = hardware.flops_per_s or 0.0  # the section has one of them
+        return _Peaks(peak, peak)
+    num_devices = hardware.devices_per_host
+    per_host = hardware.num_hosts * num_devices * DEVICES[hardware.device].bf16_flops_per_s
+    of_one = (hardware.flops_per_s or per_host) / num_devices  # of one device a host, over all hosts
+    placed = place(config, num_devices, {})
+    trainer, server = len(placed.mesh.devices) or num_devices, len(placed.vllm.devices) or num_devices
+    return _Peaks(trainer * of_one, server * of_one)
 
 
 def show_comparison(forecasts: tuple[MethodForecast, ...], workload: Workload, config: Config) -> None:
     """On standard output."""
-    hardware = config.hardware
     show_table(
         f"Forecast: {workload.num_queries:,} queries, {workload.num_params / 1e9:.3g} B parameters; tokens and FLOPs",
         ("method", "steps", "generated", "trained", "paper", "profiling", "itemised", "hours"),
-        [_row(method, hardware) for method in forecasts],
+        [_row(method, config) for method in forecasts],
     )
     for method in forecasts:
         print(f"{method.name}: {method.how}.")
     print("Success rates are those of the profile throughout; one update a step, no KL term.")
-    if hardware is None:
-        print("For hours, give the section `hardware` (flops_per_s, mfu_train, mfu_generate).")
+    if config.hardware is None:
+        print("For hours, give the section `hardware`, such as hardware.device=h100-80gb hardware.devices_per_host=8.")
 
 
-def _row(method: MethodForecast, hardware: HardwareConfig | None) -> tuple[str, ...]:
+def _row(method: MethodForecast, config: Config) -> tuple[str, ...]:
     ledger = method.forecast.ledger
+    found = hours(ledger, config)
     profiling = paper_flops(Stage.PROFILING, ledger.tokens[Stage.PROFILING], ledger.num_params)
     flops = ledger.paper_flops, profiling, ledger.itemised_flops
     return (
@@ -164,7 +217,7 @@ def _row(method: MethodForecast, hardware: HardwareConfig | None) -> tuple[str, 
         _tokens(sum(ledger.tokens[stage].generated for stage in CHARGED)),
         _tokens(sum(ledger.tokens[stage].trained for stage in CHARGED)),
         *(format_flops(amount).removesuffix("FLOPs") for amount in flops),
-        f"{hours(ledger, hardware):.3g}" if hardware else "-",
+        f"{found.total:.3g}" if found else "-",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sgpo_jax import strict_yaml
+from sgpo_jax.hardware import DEVICES
 from sgpo_jax.strict_yaml import Section
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -490,14 +491,31 @@ class ForecastConfig(Section):
 
 
 class HardwareConfig(Section):
-    """What `plan --compare` makes hours of; without it there are none."""
+    """The machines of the run: what `check` compiles for and holds memory to, and forecasts make hours of."""
 
-    flops_per_s: Positive
-    """Peak of all devices together, in the type that is computed in."""
-    mfu_train: Annotated[float, Field(gt=0, le=1)]
-    """Share of the peak that updates and log-probability passes reach."""
-    mfu_generate: Annotated[float, Field(gt=0, le=1)]
-    """Share of the peak that sampling reaches."""
+    device: str | None = None
+    """What they compute with, one of those in hardware.py, such as h100-80gb or tpu-v5p; empty: what flops_per_s says,
+    and no memory to hold anything to."""
+    num_hosts: Count = 1
+    """Machines of the run."""
+    devices_per_host: Count | None = None
+    """Devices of each machine, those of vLLM servers that the run starts included."""
+    flops_per_s: Positive | None = None
+    """Peak of all devices of all machines together, in the type that is computed in; empty: theirs in bfloat16."""
+    mfu_train: Annotated[float, Field(gt=0, le=1)] = 0.35
+    """Share of the peak that updates and log-probability passes reach; the default is assumed, not measured."""
+    mfu_generate: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Share of the peak that sampling reaches; the default is assumed, not measured."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "HardwareConfig":
+        if self.device is not None and self.device not in DEVICES:
+            raise ValueError(f"device={self.device} is not known; known are {', '.join(DEVICES)}")
+        if (self.device is None) != (self.devices_per_host is None):
+            raise ValueError("device and devices_per_host belong together: set both or neither")
+        if self.device is None and self.flops_per_s is None:
+            raise ValueError("needs device and devices_per_host, or flops_per_s")
+        return self
 
 
 class Config(Section):
@@ -520,7 +538,7 @@ class Config(Section):
     forecast: ForecastConfig | None = None
     """A histogram for `plan --compare`; empty: it takes the run's profile."""
     hardware: HardwareConfig | None = None
-    """What `plan --compare` makes hours of; empty: it gives none."""
+    """The machines of the run; empty: `check` compiles for the devices of `mesh`, and there are no hours."""
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()

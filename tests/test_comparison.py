@@ -8,7 +8,7 @@ from helpers import make_config
 
 from sgpo_jax.algorithms.compute import Ledger, MeanLengths, Stage, TokenCounts
 from sgpo_jax.comparison import Workload, compare, hours, simulate, workload_of
-from sgpo_jax.config import HardwareConfig, load_config
+from sgpo_jax.config import load_config
 from sgpo_jax.launch import cli
 from sgpo_jax.types import UserError
 
@@ -99,7 +99,18 @@ def test_hours_by_hand():
     ledger = ledger.add(Stage.EVALUATION, TokenCounts(generated=10**9))
     sampling, other = 2 * 10 * 900, 6 * 10 * 200 + 2 * 10 * 50
     expected = (sampling / (100 * 0.05) + other / (100 * 0.4)) / 3600
-    assert hours(ledger, HardwareConfig(flops_per_s=100.0, mfu_train=0.4, mfu_generate=0.05)) == pytest.approx(expected)
+    shares = {"mfu_train": 0.4, "mfu_generate": 0.05}
+    found = hours(ledger, make_config(hardware={"flops_per_s": 100.0, **shares}))
+    assert found.total == pytest.approx(expected)
+    assert found.profiling / found.rollouts == pytest.approx(400 / 500)
+    assert hours(ledger, make_config()) is None
+
+    # A quarter of two hosts' eight H100s trains, the others sample; idle ones are not at work for anybody else.
+    placed = {"rollouts": {"engine": "vllm"}, "mesh": {"devices": [0, 1]}}
+    machines = {"device": "h100-80gb", "num_hosts": 2, "devices_per_host": 8, **shares}
+    split = hours(ledger, make_config(hardware=machines, **placed))
+    assert split.updates * 3600 == pytest.approx(other / (4 * 989.4e12 * 0.4))
+    assert (split.profiling + split.rollouts) * 3600 == pytest.approx(sampling / (12 * 989.4e12 * 0.05))
 
 
 def test_command_needs_neither_model_nor_profile_where_a_histogram_is_given(tmp_path):
