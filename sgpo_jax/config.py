@@ -26,6 +26,10 @@ class ModelConfig(Section):
     """Type of activations and matrix products; the trainer's own weights are always float32."""
     remat: Literal["none", "dots", "full"] = "full"
     """What the backward pass recomputes: nothing, all but matrix products, or everything of a layer."""
+    attention: Literal["auto", "plain", "cudnn", "tokamax", "splash"] = "auto"
+    """What computes attention in training and prefill (docs/attention.md). auto: cudnn on GPUs, splash on TPUs, where
+    they take the model's head size and compute_dtype, else plain; the log says which, and why. One that is named and
+    cannot run is an error."""
     vocab_chunk_tokens: Count = 1024
     """Tokens whose logits are held at once when log-probabilities are computed."""
 
@@ -599,6 +603,7 @@ MAY_CHANGE = (
     "vllm.",
     "rewards.num_workers",
     "model.remat",
+    "model.attention",
     "model.vocab_chunk_tokens",
     "rollouts.batch_size",
     "rollouts.prefill_tokens",

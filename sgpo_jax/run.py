@@ -20,6 +20,7 @@ from sgpo_jax.data.queries import LoadedQueries, load_queries, overlap
 from sgpo_jax.data.templates import PromptTemplate, load_tokenizer, stop_token_ids
 from sgpo_jax.files import digest_files, read_json, sweep, write_text
 from sgpo_jax.models.architecture import Architecture, read_architecture
+from sgpo_jax.models.attention import choose_attention
 from sgpo_jax.models.qwen import Transformer
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
 from sgpo_jax.models.sharding import make_mesh, park
@@ -96,7 +97,15 @@ class Run:
         """With the initial weights. The trainer's first update consumes them."""
         say(f"model: loading {self.model_dir} ({self.num_params / 1e6:.1f} M parameters)")
         model = self.config.model
-        return load_model(self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
+        attention = choose_attention(model.attention, self.arch, model.compute_dtype)
+        say(f"model: attention by {attention.implementation} ({attention.reason})")
+        return load_model(
+            self.model_dir,
+            compute_dtype=model.compute_dtype,
+            remat=model.remat,
+            attention=attention.implementation,
+            mesh=self.mesh,
+        )
 
     @cached_property
     def params(self) -> nnx.State:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sgpo_jax.models.architecture import Architecture
-from sgpo_jax.models.attention import attention, packed_causal_mask
+from sgpo_jax.models.attention import Attend, Implementation, attention, packed_attention
 from sgpo_jax.models.products import product
 from sgpo_jax.models.sharding import constrain, num_batch_shards
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
@@ -31,6 +31,7 @@ class Transformer(nnx.Module):
     rngs: draws fresh weights; None: zeros, for weights that are loaded (see safetensors.load_model).
     param_dtype, compute_dtype: types of the weights, and of activations and matrix products.
     remat: what the backward pass recomputes: nothing, all but matrix products, or everything of a layer.
+    attention: what computes it over whole rows; see attention.choose_attention. Decoding is always plain.
     """
 
     embedding: nnx.Param
@@ -45,10 +46,12 @@ class Transformer(nnx.Module):
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         compute_dtype: jax.typing.DTypeLike = jnp.float32,
         remat: Remat = "full",
+        attention: Implementation = "plain",
     ) -> None:
         self.arch = arch
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.remat = remat
+        self.attention = attention
         self.layers: nnx.Dict[nnx.Param] = nnx.Dict()
         for weight in weight_table(arch):
             *parents, name = weight.path
@@ -63,10 +66,10 @@ class Transformer(nnx.Module):
         """
 
         def body(x_BTD: jax.Array, weights: LayerWeights) -> tuple[jax.Array, None]:
-            return _layer(self.arch, weights, x_BTD, rope, mask_BTS)[0], None
+            return _layer(self.arch, weights, x_BTD, rope, attend)[0], None
 
         rope = rotary_embedding(positions_BT, self.arch)
-        mask_BTS = packed_causal_mask(segment_ids_BT)
+        attend = packed_attention(self.attention, segment_ids_BT)
         x_BTD, _ = jax.lax.scan(_rematerialised(body, self.remat), self.embed(token_ids_BT), self.layer_weights())
         return self.normalise(x_BTD)
 
@@ -166,11 +169,11 @@ def prefill(model: Transformer, token_ids_RP: jax.Array, lengths_R: jax.Array) -
     """Keys and values [L, R, P, K, H] of right-padded prompts at positions 0, 1, ...; those of padding mean nothing."""
     positions_RP = jnp.broadcast_to(jnp.arange(token_ids_RP.shape[1]), token_ids_RP.shape)
     rope = rotary_embedding(positions_RP, model.arch)
-    mask_RPP = packed_causal_mask((positions_RP < lengths_R[:, None]).astype(jnp.int32))
+    attend = packed_attention(model.attention, (positions_RP < lengths_R[:, None]).astype(jnp.int32))
 
     def body(x_RPD: jax.Array, weights: LayerWeights) -> tuple[jax.Array, KVCache]:
         weights = jax.tree.map(from_bits, weights)
-        x_RPD, k_RPKH, v_RPKH = _layer(model.arch, weights, x_RPD, rope, mask_RPP)
+        x_RPD, k_RPKH, v_RPKH = _layer(model.arch, weights, x_RPD, rope, attend)
         return x_RPD, KVCache(to_bits(k_RPKH), to_bits(v_RPKH))
 
     return jax.lax.scan(body, model.embed(token_ids_RP), model.layer_weights())[1]
@@ -235,11 +238,11 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def _layer(
-    arch: Architecture, weights: LayerWeights, x_BTD: jax.Array, rope: Rotary, mask_BTS: jax.Array
+    arch: Architecture, weights: LayerWeights, x_BTD: jax.Array, rope: Rotary, attend: Attend
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One decoder layer over whole sequences: its output, and the keys and values that a cache needs."""
     q_BTNH, k_BTKH, v_BTKH = _project_qkv(arch, weights, x_BTD, rope)
-    attended_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, mask_BTS)
+    attended_BTNH = attend(q_BTNH, k_BTKH, v_BTKH)
     return _finish_layer(arch, weights, x_BTD, attended_BTNH), k_BTKH, v_BTKH
 
 

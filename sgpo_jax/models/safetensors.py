@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from sgpo_jax.files import new_directory, read_json, write_json, write_text
 from sgpo_jax.models.architecture import Architecture, read_architecture
+from sgpo_jax.models.attention import Implementation
 from sgpo_jax.models.qwen import Remat, Transformer
 from sgpo_jax.models.sharding import check_divisible, on_devices, weight_sharding
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
@@ -69,18 +70,33 @@ def resolve_model_dir(path_or_hub_name: str | Path) -> Path:
 
 
 def load_model(
-    model_dir: Path, *, compute_dtype: jax.typing.DTypeLike, remat: Remat, mesh: Mesh | None = None
+    model_dir: Path,
+    *,
+    compute_dtype: jax.typing.DTypeLike,
+    remat: Remat,
+    attention: Implementation = "plain",
+    mesh: Mesh | None = None,
 ) -> Transformer:
     """The model of a Hugging Face directory, with float32 weights. Raises what its two readers raise."""
     arch = read_architecture(model_dir)
     params = load_params(model_dir, arch, mesh=mesh)
-    graphdef = nnx.graphdef(abstract_model(arch, compute_dtype=compute_dtype, remat=remat))
+    graphdef = nnx.graphdef(abstract_model(arch, compute_dtype=compute_dtype, remat=remat, attention=attention))
     return nnx.merge(graphdef, params)
 
 
-def abstract_model(arch: Architecture, *, compute_dtype: jax.typing.DTypeLike, remat: Remat) -> Transformer:
+def abstract_model(
+    arch: Architecture,
+    *,
+    compute_dtype: jax.typing.DTypeLike,
+    remat: Remat,
+    attention: Implementation = "plain",
+) -> Transformer:
     """A Transformer whose weights are shapes without values."""
-    return nnx.eval_shape(lambda: Transformer(arch, rngs=None, compute_dtype=compute_dtype, remat=remat))
+
+    def make() -> Transformer:
+        return Transformer(arch, rngs=None, compute_dtype=compute_dtype, remat=remat, attention=attention)
+
+    return nnx.eval_shape(make)
 
 
 def load_params(

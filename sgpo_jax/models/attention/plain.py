@@ -1,4 +1,4 @@
-"""Grouped-query attention, and who may see whom. Every mask here is causal."""
+"""The reference: attention in plain JAX, on every platform, and the mask that says who may see whom."""
 
 import jax
 import jax.numpy as jnp
@@ -7,20 +7,20 @@ from sgpo_jax.models.products import product
 
 
 def packed_causal_mask(segment_ids_BT: jax.Array) -> jax.Array:
-    """bool [B, T, T]: a token sees itself and the earlier tokens of its own segment. Segment 0 is padding, unseen.
+    """bool [B, T, T]: a token sees itself and the earlier tokens of its own segment, and no token sees nothing.
 
-    Earlier is earlier in the row, whatever the positions say, so that no input can look into the future.
+    Earlier is earlier in the row, whatever the positions say, so that no input can look into the future. Padding,
+    segment 0, sees padding and is seen by nothing else.
     """
     num_tokens = segment_ids_BT.shape[1]
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    earlier_TS = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    return same & earlier_TS & (segment_ids_BT > 0)[:, None, :]
+    return same & jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """Scaled dot-product attention of N query heads over K key-value heads, N a multiple of K. Softmax in float32.
 
-    Returns [B, T, N, H] in the type of `v`. A query that sees nothing (padding) gets a finite mean, never NaN.
+    Returns [B, T, N, H] in the type of `v`. A query that sees nothing gets a finite mean, never NaN.
     """
     batch, num_queries, _, head_dim = q_BTNH.shape
     num_keys, num_kv_heads = k_BSKH.shape[1:3]
