@@ -572,14 +572,14 @@ class Config(Section):
         names = [source_name(source) for source in self.evaluate.sets]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.sets have the names {names}: give each a `name` of its own")
-        per_step, largest = self.train.rollouts_per_step, max(self._group_sizes())
+        per_step, largest = self.train.rollouts_per_step, max(self.group_sizes())
         if per_step is not None and per_step < largest:
             raise ValueError(f"train.rollouts_per_step={per_step} must be at least the group size {largest}")
         if self.train.num_updates > (per_step // largest if per_step else self.train.prompts_per_step):
             raise ValueError("train.num_updates must not exceed the queries of a step (train.prompts_per_step)")
         return self
 
-    def _group_sizes(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Of the method's steps, in the mean where one mixes several."""
         match self.train.method:
             case "dapo":

@@ -142,6 +142,32 @@ def study(config_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     (show_cells if dry_run else conduct)(load_study(config_file, overrides), config_file)
 
 
+@command("check configs/qwen2.5-math-7b.yaml --allow-missing")
+@_with_config
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    help="Of the trainer; default: what the section hardware and the placement give it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--allow-missing",
+    is_flag=True,
+    help="Check elsewhere than on the machine of the run: a model, data or vLLM environment that is not here is listed "
+    "as not checked, and is no error.",
+)
+def check(
+    config_file: Path, overrides: tuple[str, ...], devices: int | None, as_json: bool, allow_missing: bool
+) -> None:
+    """Before anything is spent: whether all is there, what fits in memory, and what it will cost.
+
+    Compiles the run's own programs for its devices, which need not be there; fetches nothing. Exit code 0: ready.
+    """
+    from sgpo_jax.check.command import check
+
+    sys.exit(check(config_file, overrides, num_devices=devices, as_json=as_json, allow_missing=allow_missing))
+
+
 @command("export runs/demo exported/demo export.dtype=float32")
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))

@@ -72,15 +72,20 @@ def compare_methods(config: Config) -> None:
         _show_comparison(comparison.workload_of(given, num_params), config)
         return
     with open_run(config) as run:
-        rows = profile_of(run).rows
-        num_samples = config.profile.num_samples
-        workload = comparison.Workload(
-            planning.histogram(rows, num_samples),
-            num_samples,
-            planning.mean_lengths(rows, run.queries),
-            run.num_params,
-        )
+        workload = profiled_workload(run)
     _show_comparison(workload, config)
+
+
+def profiled_workload(run: Run) -> comparison.Workload:
+    """The workload that the run's profile, or the one it reuses, has found."""
+    rows = profile_of(run).rows
+    num_samples = run.config.profile.num_samples
+    return comparison.Workload(
+        planning.histogram(rows, num_samples),
+        num_samples,
+        planning.mean_lengths(rows, run.queries),
+        run.num_params,
+    )
 
 
 def _show_comparison(workload: comparison.Workload, config: Config) -> None:

@@ -220,7 +220,7 @@ def open_run(config: Config) -> Iterator[Run]:
     except OSError as error:
         raise UserError(f"run_dir={run_dir}: cannot be written: {error.strerror}; name another") from None
     try:
-        _check_owner(config, run_dir)
+        check_owner(config)
         sweep(run_dir)
         claim(config)
         everything = make_mesh(config.mesh)
@@ -243,8 +243,12 @@ def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, [f"run_dir={json.dumps(str(run_dir))}", *overrides])  # it may have been moved
 
 
-def _check_owner(config: Config, run_dir: Path) -> None:
-    """A directory that holds results belongs to the settings that made them; without results it takes any."""
+def check_owner(config: Config) -> None:
+    """A directory that holds results belongs to the settings that made them; without results it takes any.
+
+    Raises UserError where these are others.
+    """
+    run_dir = Path(config.run_dir)
     path = run_dir / "config.yaml"
     if not path.exists():
         return
@@ -265,14 +269,18 @@ def _check_owner(config: Config, run_dir: Path) -> None:
 def begin(run: Run) -> None:
     """From here on the directory belongs to this configuration; everything that it names has been found."""
     check_trackers(run.config.telemetry)
-    longest = run.longest_prompt + run.config.rollouts.max_completion_tokens
-    if longest > run.arch.max_positions:
-        raise UserError(
-            f"the longest prompt ({run.longest_prompt} tokens) with rollouts.max_completion_tokens="
-            f"{run.config.rollouts.max_completion_tokens} is longer than the model's {run.arch.max_positions} "
-            "positions; lower that, or data.max_prompt_tokens"
-        )
+    check_positions(run.config, run.arch, run.longest_prompt)
     write_text(run.dir / "config.yaml", strict_yaml.dump(run.config))
+
+
+def check_positions(config: Config, arch: Architecture, longest_prompt: int) -> None:
+    """Raises UserError where prompts and completions can be longer than the model was made for."""
+    max_completion = config.rollouts.max_completion_tokens
+    if longest_prompt + max_completion > arch.max_positions:
+        raise UserError(
+            f"the longest prompt ({longest_prompt} tokens) with rollouts.max_completion_tokens={max_completion} is "
+            f"longer than the model's {arch.max_positions} positions; lower that, or data.max_prompt_tokens"
+        )
 
 
 def profile_of(run: Run) -> profiling.Profile:

@@ -73,10 +73,7 @@ class VLLMClient:
 
     async def introduce(self) -> None:
         """Learn the model's name and length. Raises UserError where the server's version is not supported."""
-        version = (await self._call("GET", "/version", None, _ANSWER_S))["version"]
-        if not OLDEST <= _major_minor(version) < TOO_NEW:
-            allowed = f"{_dotted(OLDEST)} or newer, older than {_dotted(TOO_NEW)}"
-            raise UserError(f"{self.url}: vLLM {version} is not supported; allowed is {allowed} (tools/setup_vllm.sh)")
+        check_version((await self._call("GET", "/version", None, _ANSWER_S))["version"], self.url)
         model = (await self._call("GET", "/v1/models", None, _ANSWER_S))["data"][0]
         self._model, self.max_model_len = model["id"], model["max_model_len"]
 
@@ -165,6 +162,13 @@ def _choice(url: str, raw: dict[str, Any], call: CompletionCall) -> Choice:
             f"{len(raw['prompt_token_ids'])} prompt tokens (of {len(call.prompt_ids)}), ended by {reason!r}: not whole"
         )
     return Choice(token_ids_C, logprobs_C, FinishReason(reason))
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises UserError where this version of vLLM is not supported; `where` says in it which one it is."""
+    if not OLDEST <= _major_minor(version) < TOO_NEW:
+        allowed = f"{_dotted(OLDEST)} or newer, older than {_dotted(TOO_NEW)}"
+        raise UserError(f"{where}: vLLM {version} is not supported; allowed is {allowed} (tools/setup_vllm.sh)")
 
 
 def _major_minor(version: str) -> tuple[int, ...]:

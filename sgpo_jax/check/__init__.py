@@ -1,0 +1,1 @@
+"""`launch check`: what can be known of a run before anything is spent."""
