@@ -133,7 +133,7 @@ def examine(config: Config, *, num_devices: int | None, allow_missing: bool) -> 
 
 
 def _not_here(line: str) -> str:
-    return f"{line} (--allow-missing: this is not the machine of the run)"
+    return f"{line}; if this is not the machine of the run: --allow-missing"
 
 
 def shapes_of(
