@@ -1,6 +1,8 @@
 """Orbax checkpoints of a run (train state and everything on the host), and of bare weights. Pytrees only, no pickle."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,12 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from sgpo_jax.files import fsync_path, read_json
+from sgpo_jax.models.safetensors import write_values
 from sgpo_jax.types import MachineError, UserError
 
 WEIGHTS = "checkpoint"  # the folder of bare weights inside a directory
+_TREE = "state"  # Orbax's folder for the arrays of a tree that was saved without a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +113,41 @@ def abstract_like(arrays: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), arrays)
 
 
-def save_weights(directory: Path, parts: Iterable[Mapping[str, Any]]) -> None:
-    """Write named arrays as one Orbax checkpoint inside `directory`, and hold one part of them at a time."""
+def save_weights(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterable[tuple[str, np.ndarray]], dtype: np.dtype
+) -> None:
+    """Write named arrays of these shapes as one Orbax checkpoint inside `directory`, one after the other, as `dtype`.
+
+    Orbax makes the tree, with an array of one value for each; its values and shape are then replaced. It writes arrays
+    at half the speed: in large pieces, and many at a time in memory.
+    """
     options = ocp.Context()
-    options.array.saving.use_compression = False  # weights are noise to it
+    saving = options.array.saving
+    saving.use_ocdbt = saving.use_zarr3 = saving.use_compression = False  # an array is a folder, its values are a file
     path = directory.absolute() / WEIGHTS
-    host = jax.local_devices(backend="cpu")[0]  # Orbax is slower with NumPy's arrays
-    with _storage_errors(directory), options:
-        for part in parts:
-            arrays = jax.device_put(dict(part), host)
-            del part  # else there are two copies during the save, and the last part while the next is read
-            ocp.partial.save(path, arrays)
-            del arrays
-        ocp.partial.finalize(path)
+    with _storage_errors(directory):
+        with options:
+            ocp.save(path, {name: np.zeros([1] * len(shape), dtype) for name, shape in shapes.items()})
+        with ThreadPoolExecutor(1) as flusher:  # the disk writes one array while the next is converted
+            files = (_replace_array(path / _TREE / name, array, dtype) for name, array in arrays)
+            flushed = [flusher.submit(fsync_path, file) for file in files]
+        for future in flushed:
+            future.result()
+
+
+def _replace_array(folder: Path, array: np.ndarray, dtype: np.dtype) -> Path:
+    """Give a zarr array, version 2, other values in a single piece, without a copy of them. Returns their file."""
+    metadata, shape = folder / ".zarray", list(array.shape)
+    metadata.write_text(json.dumps(read_json(metadata) | {"shape": shape, "chunks": shape}))
+    file = folder / _only_piece(shape)
+    with file.open("wb") as sink:
+        write_values(sink, array, dtype)
+    return file
+
+
+def _only_piece(shape: Sequence[int]) -> str:
+    """The file that holds all values of a zarr array."""
+    return ".".join("0" for _ in shape)
 
 
 def is_weights(directory: Path) -> bool:
@@ -144,15 +171,17 @@ class Weights:
             raise UserError(f"{self._path}: weights of several types: {sorted(map(str, dtypes))}")
         return dtypes.pop()
 
-    def read(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Raises UserError where one of them is not there."""
-        if missing := [name for name in names if name not in self._abstract]:
-            raise UserError(f"{self._path}: {missing[0]} is missing")
-        options = ocp.Context()
-        options.pytree.loading.partial_load = True
-        with _storage_errors(self._path), options:
-            found = ocp.load(self._path, {name: self._abstract[name] for name in names})
-        return [np.asarray(found.pop(name)) for name in names]
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(array.shape) for name, array in self._abstract.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[np.ndarray]:
+        """The named arrays in their order, each a view of its mapped file: memory holds those that the caller keeps."""
+        with _storage_errors(self._path):
+            for name in names:
+                array = self._abstract[name]
+                file = self._path / _TREE / name / _only_piece(array.shape)
+                yield np.memmap(file, array.dtype, mode="r", shape=tuple(array.shape))
 
 
 @contextmanager

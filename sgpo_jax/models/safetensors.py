@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,10 @@ from sgpo_jax.types import MachineError, UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_TYPES = ("F32", "BF16", "F16")
 _TYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_TYPES = {name: jnp.dtype(dtype) for dtype, name in _TYPE_NAMES.items()}
+FLOAT_TYPES = tuple(_TYPES)
+_WRITE_BYTES = 1 << 18  # Linux serves small writes from pages at hand; those over 1 MB took 2-3 times as long
 
 # What goes with the weights from directory to directory, besides config.json.
 COMPANIONS = (
@@ -161,43 +163,46 @@ def export_model(
 
 
 def write_tensors(
-    read: Callable[[Sequence[str]], Sequence[np.ndarray]],
+    read: Callable[[Sequence[str]], Iterable[np.ndarray]],
     source_dir: Path,
     out_dir: Path,
     *,
     dtype: jax.typing.DTypeLike,
     max_shard_bytes: int,
-    max_part_bytes: int,
 ) -> None:
-    """`export_model` for tensors that `read` gives by their Hugging Face names, max_part_bytes of them at a time."""
-    itemsize = jnp.dtype(dtype).itemsize
+    """`export_model` for tensors that `read` gives by their Hugging Face names.
 
-    def cast(tensors: Sequence[_Tensor]) -> Iterator[np.ndarray]:
-        for part in _partition(tensors, itemsize, max_part_bytes):
-            for value in read([tensor.name for tensor in part]):
-                yield value.astype(dtype, copy=False)
+    read: these tensors in their order, of any type.
+    """
 
-    shards = _plan_shards(read_architecture(source_dir), itemsize, max_shard_bytes)
-    _write_shards(shards, cast, source_dir, out_dir, dtype, {}, overwrite=False)
+    def values(tensors: Sequence[_Tensor]) -> Iterable[np.ndarray]:
+        return read([tensor.name for tensor in tensors])
+
+    shards = _plan_shards(read_architecture(source_dir), jnp.dtype(dtype).itemsize, max_shard_bytes)
+    _write_shards(shards, values, source_dir, out_dir, dtype, {}, overwrite=False)
 
 
-def read_tensors(
-    model_dir: Path, arch: Architecture, *, dtype: jax.typing.DTypeLike, max_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """The tensors of a Hugging Face directory, by name, a few at a time: of max_bytes together, or a larger one alone.
+def read_tensors(model_dir: Path, arch: Architecture) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a Hugging Face directory with their names, as they are stored, each a view of its mapped file.
 
-    Raises what `load_params` raises.
+    Memory holds those that the caller keeps. Raises what `load_params` raises.
     """
     with _open_checkpoint(model_dir) as tensors:
         _check_tensors(model_dir, arch, tensors)
-    for part in _plan_shards(arch, jnp.dtype(dtype).itemsize, max_bytes).values():
-        yield _read_part(model_dir, part, jnp.dtype(dtype))
+    names = tensor_shapes(arch).keys()
+    for file in _files(model_dir):
+        with file.open("rb") as source:
+            header_bytes = int.from_bytes(source.read(8), "little")
+            header = json.loads(source.read(header_bytes))
+        for name in header.keys() & names:
+            start = 8 + header_bytes + header[name]["data_offsets"][0]
+            dtype, shape = _TYPES[header[name]["dtype"]], tuple(header[name]["shape"])
+            yield name, np.memmap(file, dtype, mode="r", offset=start, shape=shape)
 
 
-def _read_part(model_dir: Path, part: Sequence["_Tensor"], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """From files that are closed again: what was read of an open one would stay in this process's memory."""
-    with _open_checkpoint(model_dir) as tensors:
-        return {tensor.name: tensors[tensor.name][...].astype(dtype, copy=False) for tensor in part}
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, by its Hugging Face name."""
+    return {tensor.name: tensor.weight.hf_shape for tensor in _tensors(arch)}
 
 
 def _write_shards(
@@ -239,18 +244,24 @@ def _write_file(path: Path, tensors: Sequence["_Tensor"], values: Iterable[np.nd
     with path.open("xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
         for tensor, value in zip(tensors, values, strict=True):
-            assert (value.shape, value.dtype) == (tensor.weight.hf_shape, dtype), tensor.name
-            sink.write(np.ascontiguousarray(value).view(np.uint8).data)
+            assert value.shape == tensor.weight.hf_shape, tensor.name
+            write_values(sink, value, dtype)
+
+
+def write_values(sink: BinaryIO, array: np.ndarray, dtype: np.dtype) -> None:
+    """The bytes of an array as `dtype`, row by row, converted and written a small piece at a time."""
+    flat = array.reshape(-1)
+    step = _WRITE_BYTES // dtype.itemsize
+    for start in range(0, flat.size, step):
+        sink.write(flat[start : start + step].astype(dtype, copy=False).view(np.uint8).data)
 
 
 @contextmanager
 def _open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorSlice]]:
     """Every tensor of the directory by name, unread."""
-    index = model_dir / INDEX_FILE
-    names = _indexed_files(index) if index.exists() else [SINGLE_FILE]
     tensors: dict[str, TensorSlice] = {}
     with ExitStack() as stack:
-        for file in (model_dir / name for name in names):
+        for file in _files(model_dir):
             try:
                 handle = stack.enter_context(safe_open(file, framework="numpy"))
                 tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
@@ -261,16 +272,19 @@ def _open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorSlice]]:
         yield tensors
 
 
-def _indexed_files(index: Path) -> list[str]:
+def _files(model_dir: Path) -> list[Path]:
+    index = model_dir / INDEX_FILE
+    if not index.exists():
+        return [model_dir / SINGLE_FILE]
     try:
-        return sorted(set(read_json(index)["weight_map"].values()))
+        return [model_dir / name for name in sorted(set(read_json(index)["weight_map"].values()))]
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index}: not an index of safetensors files: weight_map is missing or no object") from None
 
 
 def _check_tensors(model_dir: Path, arch: Architecture, tensors: Mapping[str, TensorSlice]) -> None:
     """Raises UserError listing by name all that does not fit."""
-    wanted = {name: weight.hf_shape for weight in weight_table(arch) for name in _hf_names(weight)}
+    wanted = tensor_shapes(arch)
     found = {name for name in tensors if not _IGNORED.search(name)}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     redundant_head = arch.tie_embeddings and "lm_head.weight" in found
@@ -335,11 +349,14 @@ class _Tensor:
 
 def _plan_shards(arch: Architecture, itemsize: int, max_shard_bytes: int) -> dict[str, list[_Tensor]]:
     """Which tensors go into which file: filled in the order of the table; a larger tensor has a file of its own."""
-    tensors = [_Tensor(name, w, layer) for w in weight_table(arch) for layer, name in enumerate(_hf_names(w))]
-    shards = _partition(tensors, itemsize, max_shard_bytes)
+    shards = _partition(_tensors(arch), itemsize, max_shard_bytes)
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+
+
+def _tensors(arch: Architecture) -> list[_Tensor]:
+    return [_Tensor(name, w, layer) for w in weight_table(arch) for layer, name in enumerate(_hf_names(w))]
 
 
 def _partition(tensors: Iterable[_Tensor], itemsize: int, max_bytes: int) -> list[list[_Tensor]]:

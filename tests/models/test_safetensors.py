@@ -131,34 +131,43 @@ def test_a_failing_export_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_are_read_in_parts_of_a_bounded_size(tmp_path):
-    source, arch = FIXTURES / "qwen3", read_architecture(FIXTURES / "qwen3")
-    parts = list(read_tensors(source, arch, dtype="float32", max_bytes=9_000))
-    assert len(parts) > 2
-    assert all(len(part) == 1 or sum(x.nbytes for x in part.values()) <= 9_000 for part in parts)
-    found = {name: tensor for part in parts for name, tensor in part.items()}
-    assert found.keys() == all_tensors(source).keys()
-    assert all(np.array_equal(found[name], tensor) for name, tensor in all_tensors(source).items())
+@pytest.mark.parametrize("padding", [0, 1])
+def test_tensors_are_read_as_views_of_their_files(padding, tmp_path):
+    source, arch = copy_model("qwen3", tmp_path / "source"), read_architecture(FIXTURES / "qwen3")
+    whole = (source / WEIGHTS).read_bytes()
+    length = int.from_bytes(whole[:8], "little")  # the header may be of any length: values need not be aligned
+    padded = whole[8 : 8 + length] + b" " * padding
+    (source / WEIGHTS).write_bytes(len(padded).to_bytes(8, "little") + padded + whole[8 + length :])
+    tensors, found = all_tensors(FIXTURES / "qwen3"), dict(read_tensors(source, arch))
+    assert found.keys() == tensors.keys()
+    assert all(isinstance(found[name], np.memmap) for name in tensors)
+    assert all(np.array_equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_part_is_let_go_before_the_next_is_read(tmp_path):
+def test_tensors_are_let_go_one_by_one_when_written_and_may_be_of_another_type(tmp_path):
     tensors, given = all_tensors(FIXTURES / "qwen3"), []
 
     def read(names):
-        assert sum(reference() is not None for reference in given) <= 1, "the last tensor of the part before"
-        copies = [tensors[name].copy() for name in names]
-        assert len(copies) == 1 or sum(copy.nbytes for copy in copies) <= 9_000
-        given.extend(map(weakref.ref, copies))
-        num_read.append(len(names))
-        return copies
+        for name in names:
+            assert sum(reference() is not None for reference in given) <= 1, "the one before"
+            tensor = tensors[name].astype(np.float32) * 1.001
+            given.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
 
-    num_read: list[int] = []
-    options = {"dtype": "float32", "max_shard_bytes": 30_000, "max_part_bytes": 9_000}
-    write_tensors(read, FIXTURES / "qwen3", tmp_path / "out", **options)
-    assert sum(num_read) == len(tensors)
-    assert max(num_read) > 1
+    write_tensors(read, FIXTURES / "qwen3", tmp_path / "out", dtype="bfloat16", max_shard_bytes=15_000)
     written = all_tensors(tmp_path / "out")
-    assert written.keys() == tensors.keys()
+    assert len(given) == len(tensors) == len(written)
+    for name, tensor in tensors.items():
+        assert written[name].tobytes() == (tensor.astype(np.float32) * 1.001).astype(jnp.bfloat16).tobytes()
+
+
+def test_tensors_larger_than_what_is_written_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr("sgpo_jax.models.safetensors._WRITE_BYTES", 1_000)
+    tensors = all_tensors(FIXTURES / "qwen3")
+    assert max(tensor.nbytes for tensor in tensors.values()) > 3_000
+    export(FIXTURES / "qwen3", tmp_path / "out")
+    written = all_tensors(tmp_path / "out")
     assert all(np.array_equal(written[name], tensor) for name, tensor in tensors.items())
 
 
