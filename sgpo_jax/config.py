@@ -141,8 +141,11 @@ class VLLMConfig(Section):
     """Environment variables of the server, beside this process's own."""
     platform: Literal["cuda", "cpu"] = "cuda"
     """What the server runs on. For vLLM on TPUs, start it yourself and name it in `urls`."""
+    host: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "127.0.0.1"
+    """Address at which a server that the run starts listens and is reached: of several hosts each its own. Beyond
+    loopback, and with several hosts, the key is that in the environment variable VLLM_API_KEY."""
     port: Annotated[int, Field(ge=1, lt=65536)] | None = None
-    """Port on the loopback interface; empty: a free one."""
+    """Port of that server; empty: a free one."""
     placement: Literal["split", "shared"] = "split"
     """How a server that the run starts and the trainer divide the GPUs of this machine: each has its own, or both have
     the same, and the server sleeps while the trainer updates (see docs/vllm.md)."""
@@ -472,6 +475,33 @@ class MeshConfig(Section):
         return self
 
 
+class HostsConfig(Section):
+    """Processes that make one run together, one a host as a rule, started by the same command (docs/hosts.md)."""
+
+    num_processes: Count | None = 1
+    """How many; empty: as many as the cluster's environment says (Slurm, Kubernetes, TPU)."""
+    process_id: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this one is, process 0 leads; empty: what the cluster's environment says."""
+    coordinator: Annotated[str, Field(pattern=r"^\S+:\d+$")] | None = None
+    """Address and port of process 0 for the others; empty: what the cluster's environment says."""
+    bind: Annotated[str, Field(pattern=r"^\S+:\d+$")] | None = None
+    """Address and port that process 0 listens at, such as 0.0.0.0:8476 for every interface; empty: those of
+    `coordinator`, only where that is a loopback address. The port has no key: it belongs into a network that only the
+    job's hosts reach."""
+    timeout_s: Count = 60
+    """A process that was not heard of for so long is lost, and the others end."""
+    start_timeout_s: Count = 300
+    """Longest wait until all processes have started."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "HostsConfig":
+        if self.num_processes == 1 and (self.process_id, self.coordinator, self.bind) != (None, None, None):
+            raise ValueError("num_processes=1 is a run without others: set it, or leave the other keys out")
+        if self.num_processes is not None and (self.process_id or 0) >= self.num_processes:
+            raise ValueError(f"process_id={self.process_id} must be below num_processes={self.num_processes}")
+        return self
+
+
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl; each needs the extra of its name."""
@@ -547,6 +577,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
@@ -569,6 +600,8 @@ class Config(Section):
         for key, temperature in (("rollouts", self.rollouts.temperature), ("evaluate", self.evaluate.temperature)):
             if self.rollouts.engine == "vllm" and 0 < temperature < 0.01:
                 raise ValueError(f"{key}.temperature={temperature}: vLLM would sample at 0.01; allowed is 0.01 or more")
+        if self.vllm.placement == "shared" and self.hosts.num_processes != 1:
+            raise ValueError("vllm.placement=shared is for one host; with hosts.num_processes, set split")
         names = [source_name(source) for source in self.evaluate.sets]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.sets have the names {names}: give each a `name` of its own")
@@ -600,6 +633,7 @@ MAY_CHANGE = (
     "hardware",
     "export.",
     "mesh.",
+    "hosts.",
     "vllm.",
     "rewards.num_workers",
     "model.remat",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -100,13 +101,34 @@ def abstract_results(program: jax.stages.Traced) -> Any:
     )
 
 
+def fitting_sharding(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> NamedSharding:
+    """Of an array with these logical axes; a dimension that the mesh does not divide is whole on every device."""
+    rules = zip(shape, partition_spec(axes), strict=True)
+    fitting = (rule if size % _num_shards(mesh, rule) == 0 else None for size, rule in rules)
+    return NamedSharding(mesh, PartitionSpec(*fitting))
+
+
+def everywhere() -> NamedSharding | None:
+    """Whole on every device of the mesh of jax.set_mesh, so that every process can read it; without a mesh, None."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of the host, the same in every process, on the devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)  # device_put would compare it between the processes first
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
 def num_batch_shards() -> int:
     """Over how many devices a batch is spread, under the mesh of jax.set_mesh; without one, 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else _num_shards(mesh, RULES["batch"])
 
 
-def _num_shards(mesh: AbstractMesh, rule: str | tuple[str, ...] | None) -> int:
+def _num_shards(mesh: AbstractMesh | Mesh, rule: str | tuple[str, ...] | None) -> int:
     axes = (rule,) if isinstance(rule, str) else rule or ()
     return math.prod(mesh.shape[axis] for axis in axes)
 
