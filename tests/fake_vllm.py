@@ -39,6 +39,7 @@ class State:
         self.load(Path(options.model))
 
     def load(self, directory: Path) -> None:
+        self.directory = directory
         weights = load_file(directory / "model.safetensors")
         self.embedding_VD = weights["model.embed_tokens.weight"].astype(np.float64)
         self.head_VD = weights["lm_head.weight"].astype(np.float64)
@@ -95,6 +96,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({}, 200 if time.monotonic() >= state.healthy_at else 503)
         elif self.path == "/fake":
             what = {"calls": state.calls, "requests": state.requests, "paused": state.paused, "asleep": state.asleep}
+            what |= {"weights": str(state.directory)}
             self.answer(what)
         elif self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
             self.answer({"error": "Unauthorized"}, 401)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -136,7 +137,8 @@ def export_model(
     extra_files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write `params` as a Hugging Face directory, whole or not at all; all processes call it, process 0 writes.
+    """Write `params` as a Hugging Face directory, whole or not at all. Of several processes, those that write nothing
+    call `join_export` meanwhile.
 
     Configuration (with `dtype` in it), generation configuration, tokenizer and chat template come from `source_dir`.
     Each tensor is gathered alone, and the host holds that one and the next.
@@ -145,21 +147,15 @@ def export_model(
     """
     if read_architecture(source_dir) != arch:
         raise UserError(f"{source_dir / 'config.json'}: not the configuration of the model to be exported to {out_dir}")
-    arrays = dict(nnx.to_flat_state(nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else params))
-
-    def gathered(tensors: Sequence[_Tensor]) -> Iterator[np.ndarray]:
-        for weight, own in groupby(tensors, key=lambda tensor: tensor.weight):
-            array = on_devices(arrays[weight.path][...])
-            for tensor in own:
-                yield _gather(tensor, array, dtype)
-
     shards = _plan_shards(arch, jnp.dtype(dtype).itemsize, max_shard_bytes)
-    if jax.process_index() != 0:
-        for tensors in shards.values():
-            for _ in gathered(tensors):
-                pass
-        return
+    gathered = partial(_gathered, params, dtype=dtype)
     _write_shards(shards, gathered, source_dir, out_dir, dtype, extra_files or {}, overwrite=overwrite)
+
+
+def join_export(params: Transformer | nnx.State, arch: Architecture, *, dtype: jax.typing.DTypeLike) -> None:
+    """The part in `export_model` of a process that writes nothing: every tensor is gathered in all of them."""
+    for _ in _gathered(params, _tensors(arch), dtype=dtype):
+        pass
 
 
 def write_tensors(
@@ -370,6 +366,17 @@ def _partition(tensors: Iterable[_Tensor], itemsize: int, max_bytes: int) -> lis
         parts[-1].append(tensor)
         free -= tensor.num_bytes(itemsize)
     return parts
+
+
+def _gathered(
+    params: Transformer | nnx.State, tensors: Sequence[_Tensor], *, dtype: jax.typing.DTypeLike
+) -> Iterator[np.ndarray]:
+    """The tensors one by one, each gathered alone."""
+    arrays = dict(nnx.to_flat_state(nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else params))
+    for weight, own in groupby(tensors, key=lambda tensor: tensor.weight):
+        array = on_devices(arrays[weight.path][...])
+        for tensor in own:
+            yield _gather(tensor, array, dtype)
 
 
 def _gather(tensor: _Tensor, stacked: jax.Array, dtype: jax.typing.DTypeLike) -> np.ndarray:

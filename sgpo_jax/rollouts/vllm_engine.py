@@ -28,7 +28,8 @@ from sgpo_jax.rollouts.vllm_client import (
     ServerError,
     VLLMClient,
 )
-from sgpo_jax.rollouts.vllm_server import VLLMServer
+from sgpo_jax.rollouts.vllm_hosts import remote_servers
+from sgpo_jax.rollouts.vllm_server import Server, VLLMServer, shared_key
 from sgpo_jax.rollouts.vllm_weights import WeightsDirectory
 from sgpo_jax.telemetry import say
 from sgpo_jax.types import (
@@ -92,7 +93,7 @@ class _Replica:
     """A server and what this engine knows of it. generation: how often it was started or taken up again."""
 
     client: VLLMClient
-    server: VLLMServer | None
+    server: Server | None
     num_in_flight: int = 0
     generation: int = 0
     probe_gap: float = 0.0  # largest, at the newest comparison
@@ -134,8 +135,10 @@ def make_vllm_engine(
         key = os.environ.get("VLLM_API_KEY", "")
         replicas = [_Replica(VLLMClient(url, key), None) for url in options.urls]
     else:
-        server = VLLMServer(options, dtype=dtype, max_model_len=max_model_len, scratch=weights.path, log=log)
-        replicas = [_Replica(VLLMClient(server.url, server.key), server)]
+        key = shared_key(options)
+        own = VLLMServer(options, dtype=dtype, max_model_len=max_model_len, scratch=weights.path, log=log, key=key)
+        servers: list[Server] = [own, *remote_servers(max_model_len, options.sync_time_limit_s)]
+        replicas = [_Replica(VLLMClient(server.url, key or own.key), server) for server in servers]
     engine = VLLMEngine(
         options,
         weights,
@@ -155,7 +158,8 @@ def make_vllm_engine(
 
 
 class VLLMEngine:
-    """Samples from vLLM servers: one that it starts and ends, or those of vllm.urls.
+    """Samples from vLLM servers: one that it starts and ends (one for each of several processes), or those of
+    vllm.urls.
 
     weights: where new weights are written for them; closed with the engine. stop_ids: token ids that end a completion.
     max_model_len: of the model; longer requests are refused before they are sent. max_gap, mean_gap: see
@@ -245,7 +249,7 @@ class VLLMEngine:
         self._run(self._quiesce())
         for replica in self._replicas:
             if replica.server is not None:
-                replica.server.stop()
+                replica.server.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -428,7 +432,10 @@ class VLLMEngine:
     async def _load(self, replica: _Replica) -> None:
         assert self._target is not None
         try:
-            await replica.client.load_weights(self._target.directory, self._config.sync_time_limit_s)
+            directory = self._target.directory
+            if replica.server is not None:
+                directory = await asyncio.to_thread(replica.server.path_of, directory)
+            await replica.client.load_weights(directory, self._config.sync_time_limit_s)
         except RequestRefusedError as error:
             raise ServerError(str(error)) from None
         await self._compare(replica)

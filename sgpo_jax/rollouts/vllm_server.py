@@ -12,27 +12,53 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from sgpo_jax.config import VLLMConfig
+from sgpo_jax.hosts.messages import is_loopback, num_processes
 from sgpo_jax.rollouts import vllm_guard, vllm_watchdog
 from sgpo_jax.rollouts.placement import visible_devices
 from sgpo_jax.types import MachineError, UserError
 
-_HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
 _LOG_LINES = 12  # shown in errors
 _CAUSE = re.compile(r"\b\w+Error: .*|error: .*")  # of a traceback, of a command line
 _CAUSE_CHARS = 300
 
 
+class Server(Protocol):
+    """A server of this run, on this host or another. Its methods may take seconds."""
+
+    url: str
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def start(self, model_dir: Path) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def failure(self, what: str) -> MachineError: ...
+
+    def path_of(self, directory: Path) -> Path:
+        """Where the server finds the weights that process 0 has in `directory`."""
+        ...
+
+    def close(self) -> None:
+        """End it for good, where that is this process's to do."""
+        ...
+
+
 class VLLMServer:
-    """One server of this run, which `start` starts (again). It ends with `stop`, and when this process is killed.
+    """One server of this process, which `start` starts (again). It ends with `stop`, and when this process is killed.
 
     max_model_len: tokens of prompt and completion together. scratch: a private directory, gone with this process.
-    log: where the server's output is appended.
+    log: where the server's output is appended. key: of its endpoints; empty: one of its own.
     """
 
-    def __init__(self, config: VLLMConfig, *, dtype: str, max_model_len: int, scratch: Path, log: Path) -> None:
+    def __init__(
+        self, config: VLLMConfig, *, dtype: str, max_model_len: int, scratch: Path, log: Path, key: str = ""
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._max_model_len = max_model_len
@@ -40,9 +66,9 @@ class VLLMServer:
         self._log = log
         self._log_start = 0  # where the newest server's output begins
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = config.port or _free_port()
-        self.key = secrets.token_urlsafe(32)
-        self.url = f"http://{_HOST}:{self._port}"
+        self._port = config.port or _free_port(config.host)
+        self.key = key or secrets.token_urlsafe(32)
+        self.url = f"http://{config.host}:{self._port}"
         self._guard = scratch / "guard"
         self._guard.mkdir()
         shutil.copy(vllm_guard.__file__, self._guard)
@@ -92,6 +118,12 @@ class VLLMServer:
             process.wait()
         vllm_watchdog.end_session(process.pid, grace_s=0, shared=set())  # where the watchdog itself was killed
 
+    def close(self) -> None:
+        self.stop()
+
+    def path_of(self, directory: Path) -> Path:
+        return directory
+
     def failure(self, what: str) -> MachineError:
         """An error with the first error and the last lines of the newest server's log."""
         with self._log.open("rb") as source:
@@ -106,7 +138,7 @@ class VLLMServer:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((_HOST, self._port))
+                probe.bind((self._config.host, self._port))
             except OSError as error:
                 raise UserError(
                     f"vllm.port={self._port}: cannot be used: {error.strerror}; name another, or none for a free one"
@@ -117,7 +149,7 @@ class VLLMServer:
         arguments: dict[str, object] = {
             "--model": model_dir,
             "--served-model-name": "policy",
-            "--host": _HOST,
+            "--host": config.host,
             "--port": self._port,
             "--dtype": self._dtype,
             "--max-model-len": self._max_model_len,
@@ -156,12 +188,30 @@ class VLLMServer:
         return {**os.environ, **own, **self._config.env}
 
 
-def _free_port() -> int:
+def shared_key(config: VLLMConfig) -> str:
+    """The key of servers that others than this host's users may reach; empty: each server makes one of its own.
+
+    Raises UserError where there should be one.
+    """
+    if num_processes() == 1 and is_loopback(config.host):
+        return ""
+    if not (key := os.environ.get("VLLM_API_KEY", "")):
+        raise UserError(
+            f"vllm.host={config.host}: servers beyond one process or host need a key; set the environment variable "
+            "VLLM_API_KEY to a secret, the same for every process"
+        )
+    return key
+
+
+def _free_port(host: str = "127.0.0.1") -> int:
     """Below the ports that the system gives to outgoing connections: from those, a client that asks whether the server
     is up yet would now and then connect to itself.
     """
     for port in random.SystemRandom().sample(_PORTS, k=100):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((_HOST, port))
+            probe.bind((host, port))
             return port
-    raise MachineError(f"no free port was found between {_PORTS.start} and {_PORTS.stop}; name one: vllm.port")
+    raise MachineError(
+        f"no free port was found between {_PORTS.start} and {_PORTS.stop}; name one: vllm.port, or another of this "
+        f"host's addresses: vllm.host={host}"
+    )

@@ -12,14 +12,25 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from sgpo_jax.files import read_json, write_json
+from sgpo_jax.hosts.messages import lead
 from sgpo_jax.models.architecture import Architecture
-from sgpo_jax.models.safetensors import copy_companions, export_model
+from sgpo_jax.models.safetensors import copy_companions, export_model, join_export
 from sgpo_jax.models.weights import weight_table
 from sgpo_jax.types import MachineError
 
 _TMPFS = Path("/dev/shm")
 _SHARD_BYTES = 5 * 10**9
 _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def join_write(params: nnx.State, arch: Architecture, dtype: str) -> None:
+    """The part in `WeightsDirectory.write` of a process that writes no copy of its own."""
+    untied = replace(arch, tie_embeddings=False)
+    join_export(_untied(params, arch.tie_embeddings), untied, dtype=jnp.dtype(dtype))
+
+
+def _untied(params: nnx.State, is_tied: bool) -> nnx.State:
+    return nnx.State({**params, "lm_head": params["embedding"]}) if is_tied else params
 
 
 class WeightsDirectory:
@@ -49,8 +60,8 @@ class WeightsDirectory:
 
     def write(self, params: nnx.State) -> Path:
         """A new Hugging Face directory of `params`, complete and checked. Raises MachineError where it is not."""
-        if self._is_tied:
-            params = nnx.State({**params, "lm_head": params["embedding"]})
+        lead("write weights")
+        params = _untied(params, self._is_tied)
         self._count += 1
         directory = self.path / f"weights-{self._count}"
         try:
@@ -69,6 +80,7 @@ class WeightsDirectory:
 
     def keep_only(self, directory: Path) -> None:
         """Remove the weights of all other versions."""
+        lead("keep weights", {"name": directory.name})
         for other in self.path.glob("weights-*"):
             if other != directory:
                 shutil.rmtree(other)
