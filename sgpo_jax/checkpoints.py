@@ -13,6 +13,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from sgpo_jax.files import fsync_path, read_json
+from sgpo_jax.hosts.messages import lead
 from sgpo_jax.models.safetensors import write_values
 from sgpo_jax.types import MachineError, UserError
 
@@ -32,10 +33,12 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run directory, the newest `keep` of them. Saving is asynchronous and atomic.
 
-    The parts are saved apart, so that an export reads the parameters alone.
+    The parts are saved apart, so that an export reads the parameters alone. Of several processes each writes and reads
+    its own shards, so that the directory is one that all of them reach.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
+        lead("checkpoints")
         self._directory = directory.absolute()
         with _storage_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -55,6 +58,7 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Mapping[str, Any], host: Mapping[str, Any]) -> None:
         """Start saving, after the save before is done. Arrays are copied first: the caller may donate them at once."""
+        lead("save", {"step": step})
         with _storage_errors(self._directory):
             self._checkpointer.wait()
             # Every save that is asked for is made: Orbax' default policy would skip some.
@@ -65,6 +69,7 @@ class Checkpoints:
 
         Raises UserError where there is no such checkpoint.
         """
+        lead("restore", {"parts": list(abstract), "step": step})
         with _storage_errors(self._directory):
             return _restore(self._checkpointer, self._directory, abstract, step)
 
@@ -72,11 +77,13 @@ class Checkpoints:
         """The JSON values of the newest step, without its arrays; empty where there is no checkpoint."""
         if self.latest_step is None:
             return {}
+        lead("read host values")
         with _storage_errors(self._directory):
             return dict(self._checkpointer.checkpointables_metadata(self.latest_step).custom_metadata or {})
 
     def wait(self) -> None:
         """Until the last save is on the disk. Raises MachineError where it failed."""
+        lead("wait for checkpoints")
         with _storage_errors(self._directory):
             self._checkpointer.wait()
 

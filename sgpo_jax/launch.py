@@ -8,15 +8,18 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from sgpo_jax import __version__
 from sgpo_jax.types import MachineError, UserError
+
+if TYPE_CHECKING:
+    from sgpo_jax.config import Config
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -47,12 +50,13 @@ def command(example: str) -> Callable[[Callable[..., None]], click.Command]:
                 function(*args, **kwargs)
             except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
                 raise
-            except KeyboardInterrupt:
-                click.echo("interrupted: the same command goes on where this one stood", err=True)
-                sys.exit(1)
-            except Exception as error:
-                _report(error, debug=bool(context.obj))
-                sys.exit(2 if isinstance(error, UserError) else 1)
+            except (Exception, KeyboardInterrupt) as error:
+                cause = _told_to_others(error)
+                if isinstance(cause, KeyboardInterrupt):
+                    click.echo("interrupted: the same command goes on where this one stood", err=True)
+                else:
+                    _report(cause, debug=bool(context.obj))
+                _end(2 if isinstance(cause, UserError) else 1)
 
         epilog = f"Example: python -m sgpo_jax.launch {example}"
         return cli.command(epilog=epilog, context_settings=CONTEXT)(guarded)
@@ -60,7 +64,28 @@ def command(example: str) -> Callable[[Callable[..., None]], click.Command]:
     return decorate
 
 
-def _report(error: Exception, debug: bool) -> None:
+def _told_to_others(error: BaseException) -> BaseException:
+    """Where this is one of several processes, the others know when this returns. Gives the cause of the error, which
+    may be the failure of another process."""
+    messages = sys.modules.get("sgpo_jax.hosts.messages")
+    if messages is None:
+        return error
+    messages.fail(error)
+    return messages.failure_of_another() or error
+
+
+def _end(code: int) -> NoReturn:
+    """Of several processes one that failed must not wait at its end for the others, as JAX would."""
+    messages = sys.modules.get("sgpo_jax.hosts.messages")
+    if messages is not None and messages.has_failed():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        messages.leave()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _report(error: BaseException, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     message = " ".join(str(error).split())
@@ -79,11 +104,30 @@ def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_stage(config_file: Path, overrides: tuple[str, ...], *stages: Callable[..., Any]) -> None:
-    from sgpo_jax import pipeline
     from sgpo_jax.config import load_config
-    from sgpo_jax.run import open_run
 
     config = load_config(config_file, overrides)
+    if config.hosts.num_processes == 1:
+        _lead_stages(config, stages)
+        return
+    from sgpo_jax.hosts.supervision import supervise
+
+    supervise(debug=click.get_current_context().obj)
+    from sgpo_jax.hosts import messages
+
+    messages.start(config.hosts)
+    if messages.is_leader():
+        _lead_stages(config, stages)
+    else:
+        from sgpo_jax.followers import follow_run
+
+        follow_run(config)
+
+
+def _lead_stages(config: "Config", stages: Sequence[Callable[..., Any]]) -> None:
+    from sgpo_jax import pipeline
+    from sgpo_jax.run import open_run
+
     with open_run(config) as run:
         for stage in stages:
             stage(pipeline, run)

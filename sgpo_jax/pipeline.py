@@ -1,6 +1,7 @@
 """The stages of a run in order, each reading and writing files of the run directory; done stages are skipped."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from sgpo_jax.config import Config
 from sgpo_jax.data.batching import batch_shape
 from sgpo_jax.evaluation import evaluate, summary
 from sgpo_jax.files import write_json
+from sgpo_jax.hosts.messages import lead
 from sgpo_jax.models.architecture import read_architecture
 from sgpo_jax.models.safetensors import abstract_model, export_model, resolve_model_dir
 from sgpo_jax.models.sharding import num_batch_shards
@@ -23,7 +25,7 @@ from sgpo_jax.run import FINAL, INITIAL, Run, begin, open_run, profile_of
 from sgpo_jax.schedulers import make_scheduler
 from sgpo_jax.telemetry import Metrics, make_trackers, say
 from sgpo_jax.training.loop import TrainingParts, train
-from sgpo_jax.training.state import initial_state
+from sgpo_jax.training.state import TrainState, initial_state
 from sgpo_jax.training.step import TrainStep
 from sgpo_jax.types import SamplingParams, UserError
 
@@ -101,27 +103,26 @@ def train_stage(run: Run) -> None:
     rows = profile_of(run).rows if run.is_profiled else ()
     if config.rollouts.allow_biased_ratio and config.rollouts.top_p < 1:
         say(f"train: warning: rollouts.top_p={config.rollouts.top_p} biases the probability ratio")
-    step = TrainStep(run.model, config)
+    turns, collector, checkpoints = run.turns, run.collector, run.checkpoints
+    lead("train")
+    step, state, reference = start_training(run)
     trackers = make_trackers(config.telemetry, run.dir, config.model_dump(mode="json"))
     metrics = Metrics(run.dir / "metrics.jsonl", trackers)
     scheduler = make_scheduler(config, plan, run.queries, rows)
-    turns = run.turns
-    params = turns.trainer(run.params)
     parts = TrainingParts(
         config=config,
         run_dir=run.dir,
         scheduler=scheduler,
-        collector=run.collector,
+        collector=collector,
         step=step,
-        # A copy, since the first update consumes the initial weights.
-        reference=turns.aside(jax.tree.map(jnp.copy, params)) if config.train.loss.kl_coef else None,
+        reference=reference,
         shape=batch_shape(
             run.longest_prompt,
             config.rollouts.max_completion_tokens,
             config.train.micro_batch_tokens,
             num_batch_shards(),
         ),
-        checkpoints=run.checkpoints,
+        checkpoints=checkpoints,
         metrics=metrics,
         turns=turns,
         probe=run.probe,
@@ -132,10 +133,19 @@ def train_stage(run: Run) -> None:
         export=lambda params, phase: _export(run, params, run.dir / "hf" / phase, overwrite=True),
     )
     try:
-        state = initial_state(params, step.optimizer)
         train(parts, state)
     finally:
         metrics.close()
+    lead("trained")
+
+
+def start_training(run: Run) -> tuple[TrainStep, TrainState, Any]:
+    """The update, the state before the first of them, and the parameters that the KL divergence is from, if any."""
+    step = TrainStep(run.model, run.config)
+    params = run.turns.trainer(run.params)
+    # A copy, since the first update consumes the initial weights.
+    reference = run.turns.aside(jax.tree.map(jnp.copy, params)) if run.config.train.loss.kl_coef else None
+    return step, initial_state(params, step.optimizer), reference
 
 
 def evaluate_stage(run: Run, name: str) -> None:
@@ -195,6 +205,7 @@ def export_run(config: Config, out: Path, step: int | None) -> None:
 
 def _export(run: Run, params: nnx.State, out: Path, *, overwrite: bool) -> None:
     export = run.config.export
+    lead("export")
     export_model(
         params,
         run.arch,

@@ -19,6 +19,8 @@ from sgpo_jax.config import Config, binding_differences, load_config, source_nam
 from sgpo_jax.data.queries import LoadedQueries, load_queries, overlap
 from sgpo_jax.data.templates import PromptTemplate, load_tokenizer, stop_token_ids
 from sgpo_jax.files import digest_files, read_json, sweep, write_text
+from sgpo_jax.hosts.agreement import follow_run, lead_run
+from sgpo_jax.hosts.messages import STOP, fail, has_failed, lead
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.attention import choose_attention
 from sgpo_jax.models.qwen import Transformer
@@ -95,6 +97,7 @@ class Run:
     @cached_property
     def model(self) -> Transformer:
         """With the initial weights. The trainer's first update consumes them."""
+        lead("model")
         say(f"model: loading {self.model_dir} ({self.num_params / 1e6:.1f} M parameters)")
         model = self.config.model
         attention = choose_attention(model.attention, self.arch, model.compute_dtype)
@@ -134,10 +137,15 @@ class Run:
                 initial=self.params,
                 probe=probe,
             )
+        return self.jax_engine(stop_ids, self.longest_prompt)
+
+    def jax_engine(self, stop_ids: Sequence[int], max_prompt_tokens: int) -> JaxEngine:
+        model = self.model
+        lead("engine", {"stop_ids": list(stop_ids), "max_prompt_tokens": max_prompt_tokens})
         return JaxEngine(
-            self.model,
+            model,
             stop_ids=stop_ids,
-            max_prompt_tokens=self.longest_prompt,
+            max_prompt_tokens=max_prompt_tokens,
             config=self.config.rollouts,
             run_seed=self.config.seed,
         )
@@ -151,9 +159,9 @@ class Run:
 
     @cached_property
     def prober(self) -> Prober:
-        queries = self.loaded.queries[: self.config.vllm.probe_prompts]
+        prompts = [query.prompt_ids for query in self.loaded.queries[: self.config.vllm.probe_prompts]]
         end_id = min(stop_token_ids(self.model_dir, self.tokenizer))
-        return Prober(self.model, queries, end_id, chunk_tokens=self.config.model.vocab_chunk_tokens)
+        return Prober(self.model, prompts, end_id, chunk_tokens=self.config.model.vocab_chunk_tokens)
 
     def probe(self, params: nnx.State) -> Probe | None:
         """What an engine that gets a copy of `params` must find; None where it shares the trainer's."""
@@ -198,6 +206,8 @@ class Run:
     def close(self) -> None:
         """End what was started; only that."""
         for name in ("engine", "verifiers", "checkpoints"):
+            if name == "checkpoints" and has_failed():
+                continue  # what it would wait for is gone
             if name in self.__dict__:
                 getattr(self, name).close()
 
@@ -222,17 +232,41 @@ def open_run(config: Config) -> Iterator[Run]:
     try:
         check_owner(config)
         sweep(run_dir)
-        claim(config)
-        everything = make_mesh(config.mesh)
-        mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
-        with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            run = Run(config, mesh)
-            try:
-                yield run
-            finally:
-                run.close()
+        lead_run(config)
+        with _on_devices(config) as run:
+            yield run
     finally:
         lock.release()
+
+
+@contextmanager
+def join_run(config: Config) -> Iterator[Run]:
+    """The run that process 0 opens, in a process that follows it: without its lock, and without a word.
+
+    Raises UserError where configuration or directory are not those of process 0.
+    """
+    config = place(config, num_gpus(os.environ))
+    follow_run(config)
+    with _on_devices(config) as run:
+        yield run
+
+
+@contextmanager
+def _on_devices(config: Config) -> Iterator[Run]:
+    claim(config)
+    everything = make_mesh(config.mesh)
+    mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        run = Run(config, mesh)
+        try:
+            yield run
+        except BaseException as error:
+            fail(error)  # before what was started is ended
+            raise
+        else:
+            lead(STOP)
+        finally:
+            run.close()
 
 
 def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

@@ -79,7 +79,7 @@ def start(
     model = load_model(model_dir, compute_dtype=dtype, remat="none")
     stop_ids = stop_token_ids(model_dir, load_tokenizer(model_dir))
     params = nnx.state(model)
-    prober = Prober(model, [query(0, prompts[0])], stop_ids[0], chunk_tokens=1024)
+    prober = Prober(model, [prompts[0]], stop_ids[0], chunk_tokens=1024)
     return make_vllm_engine(
         config,
         read_architecture(model_dir),

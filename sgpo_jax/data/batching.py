@@ -5,9 +5,9 @@ segment ids. Every micro-batch has the same shape whatever the group size, so a 
 program.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import chex
 import jax
@@ -106,6 +106,21 @@ def pack(sequences: Sequence[TrainSequence], shape: BatchShape, left_out: Sequen
         _micro_batch([[(i, sequences[i]) for i in row] for row in rows[start : start + shape.num_rows]], shape, totals)
         for start in range(0, len(rows), shape.num_rows)
     ]
+
+
+def to_arrays(batches: Sequence[Batch]) -> dict[str, jax.Array]:
+    """Every array of the batches under a name of its own; `from_arrays` makes batches of them again."""
+    values = ((i, field.name, getattr(batch, field.name)) for i, batch in enumerate(batches) for field in fields(batch))
+    return {f"{i}.{name}": value for i, name, value in values if value is not None}
+
+
+def from_arrays(arrays: Mapping[str, Any]) -> list[Batch]:
+    """The inverse of `to_arrays`."""
+    parts: dict[int, dict[str, Any]] = {}
+    for key, value in arrays.items():
+        number, _, name = key.partition(".")
+        parts.setdefault(int(number), {})[name] = value
+    return [Batch(**parts[number]) for number in sorted(parts)]
 
 
 def padding_frac(batches: Sequence[Batch]) -> float:

@@ -11,11 +11,12 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.attention import Attend, Implementation, attention, packed_attention
 from sgpo_jax.models.products import product
-from sgpo_jax.models.sharding import constrain, num_batch_shards
+from sgpo_jax.models.sharding import constrain, fitting_sharding, num_batch_shards
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
 
 Remat = Literal["none", "dots", "full"]
@@ -141,11 +142,18 @@ class KVCache(NamedTuple):
     values_LBSKH: jax.Array
 
 
+_CACHE_AXES = ("layers", "batch", "length", "kv_heads", "head")
+
+
 def empty_cache(arch: Architecture, batch: int, length: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """A cache of `batch` slots for up to `length` tokens each."""
     shape = (arch.num_layers, batch, length, arch.num_kv_heads, arch.head_dim)
-    axes = ("layers", "batch", "length", "kv_heads", "head")
-    return KVCache(*(constrain(to_bits(jnp.zeros(shape, dtype)), axes) for _ in range(2)))
+    return KVCache(*(constrain(to_bits(jnp.zeros(shape, dtype)), _CACHE_AXES) for _ in range(2)))
+
+
+def cache_sharding(arch: Architecture, batch: int, mesh: Mesh) -> NamedSharding:
+    """Of the keys and of the values of `empty_cache`, whatever its length."""
+    return fitting_sharding((arch.num_layers, batch, 1, arch.num_kv_heads, arch.head_dim), _CACHE_AXES, mesh)
 
 
 def decoding_params(params: nnx.State, arch: Architecture, dtype: jax.typing.DTypeLike) -> nnx.State:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sgpo_jax.types import CompletionGroup, GroupRequest, SamplingParams
+from sgpo_jax.types import CompletionGroup, GroupRequest, Purpose, Query, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,22 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def to_values(requests: Sequence[GroupRequest]) -> list[list[Any]]:
+    """What of requests decides their completions, as JSON values; `from_values` makes such requests of it again."""
+    return [
+        [r.query.query_id, list(map(int, r.query.prompt_ids)), r.num_samples, r.purpose, r.visit, r.first_sample]
+        for r in requests
+    ]
+
+
+def from_values(values: Sequence[Sequence[Any]]) -> list[GroupRequest]:
+    """Requests for the same completions; of the queries they have identity and prompt alone."""
+    return [
+        GroupRequest(Query(query_id, "", "", "", "", "", tuple(prompt_ids)), num, Purpose(purpose), visit, first)
+        for query_id, prompt_ids, num, purpose, visit, first in values
+    ]
 
 
 def sample_seed(run_seed: int, request: GroupRequest, sample_index: int) -> int:

@@ -7,7 +7,7 @@ own length, the cache has one length for each sampling, and each sample draws fr
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,18 @@ import numpy as np
 from flax import nnx
 
 from sgpo_jax.config import RolloutsConfig
-from sgpo_jax.models.qwen import KVCache, Transformer, decode_step, decoding_params, empty_cache, prefill
-from sgpo_jax.models.sharding import abstract_results
-from sgpo_jax.rollouts.engine import Probe, sample_seed
+from sgpo_jax.hosts.messages import lead
+from sgpo_jax.models.qwen import (
+    KVCache,
+    Transformer,
+    cache_sharding,
+    decode_step,
+    decoding_params,
+    empty_cache,
+    prefill,
+)
+from sgpo_jax.models.sharding import abstract_results, everywhere
+from sgpo_jax.rollouts.engine import Probe, sample_seed, to_values
 from sgpo_jax.rollouts.sampling import sample_tokens
 from sgpo_jax.types import Completion, CompletionGroup, FinishReason, GroupRequest, SamplingParams, UserError
 
@@ -80,24 +89,31 @@ class JaxEngine:
         self._decoding_params = jax.jit(partial(decoding_params, arch=model.arch, dtype=model.compute_dtype))
         self._arch = model.arch
         self._cache_dtype = model.compute_dtype
-        self._stop_ids = jnp.asarray(sorted(stop_ids), jnp.int32)
+        self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._max_prompt_tokens = max_prompt_tokens
         self._config = config
         self._run_seed = run_seed
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-            self.update_weights(params, 0, None)
+            self._take(params, 0)
+        out = self._slot_shardings()
         # Compiled, so that a cache that is spread over devices is never whole on one.
-        self._open = jax.jit(self._empty_slots, static_argnums=0)
-        self._admit = jax.jit(self._admit_arrivals, donate_argnums=1)
-        self._decode = jax.jit(self._decode_some, donate_argnums=1, static_argnames=("top_p", "greedy"))
+        self._open = jax.jit(self._empty_slots, static_argnums=0, out_shardings=out)
+        self._admit = jax.jit(self._admit_arrivals, donate_argnums=1, out_shardings=out)
+        self._decode = jax.jit(
+            self._decode_some, donate_argnums=1, static_argnames=("top_p", "greedy"), out_shardings=out
+        )
 
     def update_weights(self, params: Any, version: int, probe: Probe | None) -> Mapping[str, float]:
         """Sample from `params` (the trainer's nnx.State) from now on. They need no probe: they are the trainer's own
         arrays, or a cast of them in this process.
         """
+        lead("weights", {"version": version})
+        self._take(params, version)
+        return {}
+
+    def _take(self, params: nnx.State, version: int) -> None:
         self._params = params if self._cache_dtype == jnp.float32 else self._decoding_params(params)
         self._version = version
-        return {}
 
     def close(self) -> None:
         """Drop the parameters; the programs go with the engine."""
@@ -112,6 +128,7 @@ class JaxEngine:
             self._check(request)
         if not requests:
             return  # a step may have all it needs from the one before
+        lead("generate", {"requests": to_values(requests), "sampling": asdict(sampling)})
         finished: dict[int, list[Completion]] = {i: [] for i in range(len(requests))}
         for sample, completion in self._run(requests, sampling):
             group = finished[sample.request]
@@ -170,6 +187,15 @@ class JaxEngine:
             for i in order
             for index in range(requests[i].first_sample, requests[i].first_sample + requests[i].num_samples)
         ]
+
+    def _slot_shardings(self) -> Any:
+        """On a mesh, as _Slots: the cache spread over it, and all that the host reads whole on every device."""
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            return None
+        cache: Any = cache_sharding(self._arch, self._config.batch_size, mesh)
+        whole: Any = everywhere()
+        return _Slots(KVCache(cache, cache), *[whole] * (len(_Slots._fields) - 1))
 
     def _empty_slots(self, sampling: SamplingParams) -> _Slots:
         num_slots, max_tokens = self._config.batch_size, sampling.max_completion_tokens
@@ -251,7 +277,7 @@ class JaxEngine:
         if not ended:
             return
         counts_B, tokens_BC, logprobs_BC = jax.device_get((slots.count_B, slots.completions_BC, slots.logprobs_BC))
-        stop_ids = set(np.asarray(self._stop_ids).tolist())
+        stop_ids = set(self._stop_ids.tolist())
         for b in ended:
             sample, count = taken[b], counts_B[b]
             assert sample is not None
@@ -275,7 +301,7 @@ def _decoding(sampling: SamplingParams) -> dict[str, Any]:
 
 def _decode_one(
     model: Transformer,
-    stop_ids: jax.Array,
+    stop_ids: np.ndarray,
     slots: _Slots,
     *,
     temperature: jax.Array | float,

@@ -8,32 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sgpo_jax.hosts.messages import lead
 from sgpo_jax.models.qwen import Transformer, token_logprobs
+from sgpo_jax.models.sharding import everywhere
 from sgpo_jax.rollouts.engine import Probe
-from sgpo_jax.types import Query
 
 _MAX_PROMPT_TOKENS = 64
 
 
 class Prober:
-    """Makes probes on the prompts of some queries, each ended by `end_id`; one compiled program for the whole run.
+    """Makes probes on some prompts (token ids), each ended by `end_id`; one compiled program for the whole run.
 
     The last tokens of a prompt are taken where it is longer than 64.
     """
 
-    def __init__(self, model: Transformer, queries: Sequence[Query], end_id: int, *, chunk_tokens: int) -> None:
+    def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]], end_id: int, *, chunk_tokens: int) -> None:
+        lead("prober", {"prompts": [list(map(int, prompt)) for prompt in prompts], "end_id": end_id})
         self._graphdef = nnx.graphdef(model)
-        self._token_ids = tuple((*query.prompt_ids[-_MAX_PROMPT_TOKENS:], end_id) for query in queries)
+        self._token_ids = tuple((*prompt[-_MAX_PROMPT_TOKENS:], end_id) for prompt in prompts)
         self._chunk_tokens = chunk_tokens
         longest = max(map(len, self._token_ids))
-        self._token_ids_BT = np.zeros((len(queries), longest), np.int32)
-        self._segment_ids_BT = np.zeros((len(queries), longest), np.int32)
+        self._token_ids_BT = np.zeros((len(prompts), longest), np.int32)
+        self._segment_ids_BT = np.zeros((len(prompts), longest), np.int32)
         for row, ids in enumerate(self._token_ids):
             self._token_ids_BT[row, : len(ids)] = ids
             self._segment_ids_BT[row, : len(ids)] = 1
-        self._logprobs = jax.jit(self._logprobs_of)
+        self._logprobs = jax.jit(self._logprobs_of, out_shardings=everywhere())
 
     def __call__(self, params: nnx.State) -> Probe:
+        lead("probe")
         logprobs_BT = np.asarray(self._logprobs(params, self._token_ids_BT, self._segment_ids_BT))
         rows = zip(logprobs_BT, self._token_ids, strict=True)
         return Probe(self._token_ids, tuple(logprobs_T[1 : len(ids)] for logprobs_T, ids in rows))

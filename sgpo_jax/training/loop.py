@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from sgpo_jax.algorithms.compute import Ledger, Stage, TokenCounts
-from sgpo_jax.checkpoints import Checkpoints, abstract_like
+from sgpo_jax.checkpoints import Checkpoints
 from sgpo_jax.config import Config, EvaluateConfig
 from sgpo_jax.data.batching import Batch, BatchShape, padding_frac
 from sgpo_jax.files import write_jsonl
@@ -20,7 +20,7 @@ from sgpo_jax.rollouts.turns import Turns
 from sgpo_jax.schedulers import Decision, Scheduler
 from sgpo_jax.telemetry import Metrics, Stopwatch, progress, say
 from sgpo_jax.training.metrics import rollout_metrics, rollout_sample, update_metrics
-from sgpo_jax.training.state import TrainState, learning_rate
+from sgpo_jax.training.state import TrainState, learning_rate, restore
 from sgpo_jax.training.step import TrainStep, UpdateResult
 from sgpo_jax.training.updates import make_updates, trained_counts
 from sgpo_jax.types import MachineError, Purpose, RolloutGroup, SamplingParams
@@ -125,11 +125,7 @@ def _resume(parts: TrainingParts, state: TrainState) -> tuple[TrainState, _Progr
     latest = parts.spent()
     at = _Progress(ledger=Ledger(latest.num_params))
     if parts.checkpoints.latest_step is not None:
-        arrays = {"params": state.params, "optimizer": (state.opt_state, state.num_updates)}
-        abstract = abstract_like(arrays)
-        jax.tree.map(lambda x: x.delete(), arrays)  # room for what is restored
-        restored = parts.checkpoints.restore(abstract)
-        state = TrainState(restored.arrays["params"], *restored.arrays["optimizer"])
+        state, restored = restore(parts.checkpoints, state)
         host = restored.host
         parts.scheduler.load_state_dict(host["scheduler"])
         ledger = Ledger.from_dict(host["ledger"])
@@ -252,7 +248,7 @@ def _save(parts: TrainingParts, state: TrainState, at: _Progress) -> None:
         "num_nonfinite": at.num_nonfinite,
         "done": at.done,
     }
-    parts.checkpoints.save(at.step, {"params": state.params, "optimizer": (state.opt_state, state.num_updates)}, host)
+    parts.checkpoints.save(at.step, state.parts, host)
 
 
 def _generated(groups: Sequence[RolloutGroup]) -> TokenCounts:

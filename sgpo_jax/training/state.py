@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from sgpo_jax.checkpoints import Checkpoints, Restored, abstract_like
 from sgpo_jax.config import OptimizerConfig
 from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.weights import weight_tree
@@ -21,6 +22,19 @@ class TrainState:
     params: nnx.State
     opt_state: Any
     num_updates: jax.Array
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """As checkpoints have it."""
+        return {"params": self.params, "optimizer": (self.opt_state, self.num_updates)}
+
+
+def restore(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, Restored]:
+    """The newest checkpoint in place of `state`, whose arrays are gone, and all that it holds."""
+    abstract = abstract_like(state.parts)
+    jax.tree.map(lambda x: x.delete(), state.parts)  # room for what is restored
+    restored = checkpoints.restore(abstract)
+    return TrainState(restored.arrays["params"], *restored.arrays["optimizer"]), restored
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int, progress: float) -> float:

@@ -6,7 +6,7 @@ The micro-batch has one shape in the whole run, and how many of them make a step
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from sgpo_jax.algorithms.losses import LossInputs, LossMetrics, combine_metrics, policy_loss, zero_metrics
 from sgpo_jax.algorithms.objectives import RECIPES
 from sgpo_jax.config import Config
-from sgpo_jax.data.batching import Batch, with_old_logprobs, with_ref_logprobs
+from sgpo_jax.data.batching import Batch, to_arrays, with_old_logprobs, with_ref_logprobs
+from sgpo_jax.hosts.messages import lead
 from sgpo_jax.models.qwen import Transformer, token_logprobs
-from sgpo_jax.models.sharding import abstract_results, partition_spec
+from sgpo_jax.models.sharding import abstract_results, everywhere, partition_spec, put
 from sgpo_jax.training.state import TrainState, make_optimizer
 
 
@@ -58,8 +59,14 @@ class TrainStep:
         """Programs compiled so far; grows no more after the first step."""
         return len(self._programs)
 
-    def logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Of the batches' tokens, [B, T] each. The batches carry neither old nor reference log-probs yet."""
+    def logprobs(
+        self, params: nnx.State, batches: Sequence[Batch], *, of: Literal["policy", "reference"] = "policy"
+    ) -> list[jax.Array]:
+        """Of the batches' tokens, [B, T] each. The batches carry neither old nor reference log-probs yet.
+
+        of: which parameters `params` are, to the processes that follow this one.
+        """
+        lead("logprobs", {"of": of}, to_arrays(batches))
         return [self._run("logprobs", self._logprobs_program, params, _on_mesh(batch)) for batch in batches]
 
     def old_logprobs(self, params: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
@@ -68,7 +75,7 @@ class TrainStep:
 
     def ref_logprobs(self, reference: nnx.State, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with the log-probs of the frozen reference."""
-        return _joined(batches, self.logprobs(reference, _bare(batches)), with_ref_logprobs)
+        return _joined(batches, self.logprobs(reference, _bare(batches), of="reference"), with_ref_logprobs)
 
     def update(
         self, state: TrainState, batches: Sequence[Batch], learning_rate: float
@@ -78,6 +85,7 @@ class TrainStep:
 
         With a loss or gradient that is not finite, the state comes back unchanged, counters and schedule included.
         """
+        lead("update", {"learning_rate": learning_rate}, to_arrays(batches))
         total = self._run("zeros", _zeros_program, state.params)
         for batch in batches:
             total = self._run("accumulate", self._accumulate_program, total, state.params, _on_mesh(batch))
@@ -108,7 +116,7 @@ class TrainStep:
         return jax.jit(self._apply, donate_argnums=0, out_shardings=(_shardings(state), None, None))
 
     def _logprobs_program(self, *_: Any) -> Any:
-        return jax.jit(self._logprobs)
+        return jax.jit(self._logprobs, out_shardings=everywhere())
 
     def _logprobs(self, params: nnx.State, batch: Batch) -> jax.Array:
         return self._forward(params, batch).logprobs_BT
@@ -206,7 +214,7 @@ def _on_mesh(batch: Batch) -> Batch:
     if mesh.empty:
         return batch
 
-    return jax.tree.map(lambda array: jax.device_put(array, batch_sharding(np.ndim(array), mesh)), batch)
+    return jax.tree.map(lambda array: put(array, batch_sharding(np.ndim(array), mesh)), batch)
 
 
 def batch_sharding(num_dims: int, mesh: Mesh) -> NamedSharding:

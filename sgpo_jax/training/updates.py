@@ -67,7 +67,7 @@ def _sequences(
     if not loss.kl_coef or loss.kl_kind != "k1":
         return sequences
     batches = pack(sequences, shape)
-    ref_logprobs = completions_of(sequences, batches, step.logprobs(reference, batches))
+    ref_logprobs = completions_of(sequences, batches, step.logprobs(reference, batches, of="reference"))
     penalties = [
         k1_reward_penalty(sequence.sampler_logprobs_C, ref_C, kl_coef=loss.kl_coef)
         for sequence, ref_C in zip(sequences, ref_logprobs, strict=True)

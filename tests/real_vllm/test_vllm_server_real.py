@@ -77,8 +77,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prober(directory) -> Prober:
-    queries = [make_query(f"p{i}", ids) for i, ids in enumerate(prompts(4, 40))]
-    return Prober(make_model(directory, 0), queries, STOP, chunk_tokens=256)
+    return Prober(make_model(directory, 0), prompts(4, 40), STOP, chunk_tokens=256)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import make_query, tiny_model
+from helpers import tiny_model
 
 from sgpo_jax.models.qwen import token_logprobs
 from sgpo_jax.rollouts.probe import Prober
@@ -12,7 +12,7 @@ def test_a_probe_has_the_logprobs_of_each_prompt_read_alone():
     other = tiny_model(seed=2)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(1, 16, length).tolist()) for length in (1, 5, 90)]
-    prober = Prober(model, [make_query(f"q{i}", ids) for i, ids in enumerate(prompts)], 0, chunk_tokens=64)
+    prober = Prober(model, prompts, 0, chunk_tokens=64)
     for params_of in (model, other):
         probe = prober(nnx.state(params_of))
         assert probe.token_ids == ((*prompts[0], 0), (*prompts[1], 0), (*prompts[2][-64:], 0))
