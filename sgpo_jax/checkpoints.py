@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sgpo_jax.files import fsync_path, read_json
+from sgpo_jax.files import fsync_path, read_json, write_values
 from sgpo_jax.hosts.messages import lead
-from sgpo_jax.models.safetensors import write_values
 from sgpo_jax.types import MachineError, UserError
 
 WEIGHTS = "checkpoint"  # the folder of bare weights inside a directory

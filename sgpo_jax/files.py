@@ -9,9 +9,13 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from sgpo_jax.types import UserError
+
+_WRITE_BYTES = 1 << 18  # Linux serves small writes from pages at hand; those over 1 MB took 2-3 times as long
 
 
 def fsync_path(path: Path) -> None:
@@ -62,6 +66,14 @@ def append_jsonl(path: Path, row: Any) -> None:
             os.fsync(sink.fileno())
     except OSError as error:
         raise _named(error, path) from None
+
+
+def write_values(sink: BinaryIO, array: np.ndarray, dtype: np.dtype) -> None:
+    """The bytes of an array as `dtype`, row by row, converted and written a small piece at a time."""
+    flat = array.reshape(-1)
+    step = _WRITE_BYTES // dtype.itemsize
+    for start in range(0, flat.size, step):
+        sink.write(flat[start : start + step].astype(dtype, copy=False).view(np.uint8).data)
 
 
 def read_json(path: Path) -> Any:

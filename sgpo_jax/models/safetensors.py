@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from sgpo_jax.files import new_directory, read_json, write_json, write_text
+from sgpo_jax.files import new_directory, read_json, write_json, write_text, write_values
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.attention import Implementation
 from sgpo_jax.models.qwen import Remat, Transformer
@@ -34,7 +34,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _TYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _TYPES = {name: jnp.dtype(dtype) for dtype, name in _TYPE_NAMES.items()}
 FLOAT_TYPES = tuple(_TYPES)
-_WRITE_BYTES = 1 << 18  # Linux serves small writes from pages at hand; those over 1 MB took 2-3 times as long
 
 # What goes with the weights from directory to directory, besides config.json.
 COMPANIONS = (
@@ -242,14 +241,6 @@ def _write_file(path: Path, tensors: Sequence["_Tensor"], values: Iterable[np.nd
         for tensor, value in zip(tensors, values, strict=True):
             assert value.shape == tensor.weight.hf_shape, tensor.name
             write_values(sink, value, dtype)
-
-
-def write_values(sink: BinaryIO, array: np.ndarray, dtype: np.dtype) -> None:
-    """The bytes of an array as `dtype`, row by row, converted and written a small piece at a time."""
-    flat = array.reshape(-1)
-    step = _WRITE_BYTES // dtype.itemsize
-    for start in range(0, flat.size, step):
-        sink.write(flat[start : start + step].astype(dtype, copy=False).view(np.uint8).data)
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def test_tensors_are_let_go_one_by_one_when_written_and_may_be_of_another_type(t
 
 
 def test_tensors_larger_than_what_is_written_at_a_time(monkeypatch, tmp_path):
-    monkeypatch.setattr("sgpo_jax.models.safetensors._WRITE_BYTES", 1_000)
+    monkeypatch.setattr("sgpo_jax.files._WRITE_BYTES", 1_000)
     tensors = all_tensors(FIXTURES / "qwen3")
     assert max(tensor.nbytes for tensor in tensors.values()) > 3_000
     export(FIXTURES / "qwen3", tmp_path / "out")

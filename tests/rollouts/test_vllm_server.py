@@ -25,8 +25,9 @@ def wait_for(condition, what, limit_s=20.0):
         time.sleep(0.05)
 
 
-def scratch_directories() -> set[Path]:
-    return set(Path("/dev/shm").glob("sgpo_jax-*"))
+def new_directory(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def shared_memory_in(log: Path) -> list[Path]:
@@ -75,8 +76,8 @@ def test_the_servers_options_and_environment(tmp_path):
 
 
 def test_nothing_is_left_after_the_end_not_even_a_stubborn_child(tmp_path):
-    before = scratch_directories()
-    with fake_engine(tmp_path, env={"FAKE_CHILD": "1"}) as engine:
+    weights = new_directory(tmp_path / "weights")
+    with fake_engine(tmp_path, env={"FAKE_CHILD": "1"}, weights_dir=str(weights)) as engine:
         session = server_of(engine)._process.pid
         assert len(session_members(session)) >= 2
         assert os.stat(engine._weights.path).st_mode & 0o777 == 0o700
@@ -84,16 +85,16 @@ def test_nothing_is_left_after_the_end_not_even_a_stubborn_child(tmp_path):
     assert session_members(session) == []
     assert not Path(f"/proc/{session}").exists()
     assert not any(file.exists() for file in memory)
-    assert scratch_directories() == before
+    assert not list(weights.iterdir())
 
 
 def start_run(tmp_path, **env: str) -> subprocess.Popen:
     """A process that has a fake engine and waits; it prints the server's session and the directory of the weights."""
-    script = tmp_path / "run.py"
+    script, weights = tmp_path / "run.py", new_directory(tmp_path / "weights")
     script.write_text(
         f"import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}]\n"
         "from pathlib import Path\nfrom vllm_helpers import fake_engine, server_of\n"
-        f"with fake_engine(Path({str(tmp_path)!r}), env={env!r}) as engine:\n"
+        f"with fake_engine(Path({str(tmp_path)!r}), env={env!r}, weights_dir={str(weights)!r}) as engine:\n"
         "    print(server_of(engine)._process.pid, engine._weights.path, flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -122,14 +123,14 @@ def test_nothing_is_left_however_the_run_ends(tmp_path, end):
 
 
 def test_an_interrupted_start_leaves_nothing(tmp_path):
-    before = scratch_directories()
     log = tmp_path / "vllm.log"
     with start_run(tmp_path, FAKE_START_DELAY="60") as run:
         wait_for(lambda: log.exists() and "fake vLLM" in log.read_text(), "the server did not start")
         time.sleep(0.5)
+        assert list((tmp_path / "weights").iterdir())
         run.send_signal(signal.SIGINT)
         assert run.wait(30) != 0
-    assert scratch_directories() == before
+    assert not list((tmp_path / "weights").iterdir())
     assert not [entry for entry in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in read_or_nothing(entry)]
 
 
