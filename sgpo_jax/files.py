@@ -6,7 +6,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,6 +75,22 @@ def write_values(sink: BinaryIO, array: np.ndarray, dtype: np.dtype) -> None:
     step = _WRITE_BYTES // dtype.itemsize
     for start in range(0, flat.size, step):
         sink.write(flat[start : start + step].astype(dtype, copy=False).view(np.uint8).data)
+
+
+@contextmanager
+def written_behind(sink: BinaryIO) -> Iterator[Callable[[], None]]:
+    """A function that starts to flush to the disk what was written so far, and returns at once."""
+    flushes: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as flusher:
+
+        def flush_soon() -> None:
+            if not flushes or flushes[-1].done():
+                sink.flush()
+                flushes.append(flusher.submit(os.fdatasync, sink.fileno()))
+
+        yield flush_soon
+    for flush in flushes:
+        flush.result()
 
 
 def read_json(path: Path) -> Any:

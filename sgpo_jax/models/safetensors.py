@@ -1,16 +1,15 @@
 """Weights in and out as Hugging Face directories: read slice by slice, refused by name, written shard by shard."""
 
-import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,29 @@ import numpy as np
 from flax import nnx
 from huggingface_hub import snapshot_download
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sgpo_jax.files import new_directory, read_json, write_json, write_text, write_values
+from sgpo_jax.files import new_directory, read_json, write_json, write_text
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.attention import Implementation
 from sgpo_jax.models.qwen import Remat, Transformer
-from sgpo_jax.models.sharding import check_divisible, on_devices, weight_sharding
+from sgpo_jax.models.sharding import check_divisible, on_devices, partition_spec, weight_sharding
+from sgpo_jax.models.tensor_files import (
+    FLOAT_TYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    map_checkpoint,
+    write_index,
+    write_tensor_file,
+)
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
 from sgpo_jax.types import MachineError, UserError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_TYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_TYPES = {name: jnp.dtype(dtype) for dtype, name in _TYPE_NAMES.items()}
-FLOAT_TYPES = tuple(_TYPES)
+_ALIGNMENT = 64  # bytes
+
+T = TypeVar("T")
+Made = TypeVar("Made")
 
 # What goes with the weights from directory to directory, besides config.json.
 COMPANIONS = (
@@ -46,12 +52,7 @@ COMPANIONS = (
     "chat_template*",
 )
 
-# Buffers that old checkpoints hold beside the weights; they follow from the configuration.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-# One tensor of a checkpoint, as safetensors gives it: get_shape(), get_dtype(), [slices] -> np.ndarray.
-TensorSlice = Any
 
 
 def resolve_model_dir(path_or_hub_name: str | Path) -> Path:
@@ -106,23 +107,41 @@ def load_params(
 ) -> nnx.State:
     """The weights of a Hugging Face directory as the Transformer's state, of type `dtype`.
 
-    With a mesh they are born sharded, and every process reads only its own slices. Raises UserError naming every tensor
-    that is missing, too many, misshapen or not of floats, and an lm_head that differs from the embedding it is tied to.
+    With a mesh they are born sharded, and every process reads only its own slices. They go to the devices as they are
+    stored, and are turned and converted there; one weight is read ahead.
+    Raises UserError naming every tensor that is missing, too many, misshapen or not of floats, and an lm_head that
+    differs from the embedding it is tied to.
     """
     if mesh:
         check_divisible(arch, mesh)
-    with _open_checkpoint(model_dir) as tensors:
-        _check_tensors(model_dir, arch, tensors)
+    tensors = map_checkpoint(model_dir)
+    _check_tensors(model_dir, arch, tensors)
 
-        def load(weight: Weight) -> jax.Array:
-            def read(index: tuple[slice, ...] | None) -> np.ndarray:
-                return _read_weight(weight, tensors, index or (slice(None),) * len(weight.shape), jnp.dtype(dtype))
+    def put(weight: Weight) -> jax.Array:
+        read = partial(_read_weight, weight, tensors)
+        shape = _as_stored(weight, weight.shape)
+        if mesh is None:
+            return jax.device_put(read((slice(None),) * len(shape)))
+        spec = _as_stored(weight, tuple(partition_spec(weight.axes)))
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, PartitionSpec(*spec)), read)
 
-            if mesh is None:
-                return jnp.asarray(read(None))
-            return jax.make_array_from_callback(weight.shape, weight_sharding(weight, mesh), read)
+    def finish(weight: Weight, stored: jax.Array) -> jax.Array:
+        return _finish(stored, weight.transpose, jnp.dtype(dtype), weight_sharding(weight, mesh) if mesh else None)
 
-        return nnx.State(weight_tree(arch, lambda weight: nnx.Param(load(weight))))
+    arrays = {weight.path: finish(weight, stored) for weight, stored in _one_ahead(put, weight_table(arch))}
+    return nnx.State(weight_tree(arch, lambda weight: nnx.Param(arrays[weight.path])))
+
+
+@partial(jax.jit, static_argnames=("transpose", "dtype", "sharding"))
+def _finish(stored: jax.Array, transpose: bool, dtype: np.dtype, sharding: NamedSharding | None) -> jax.Array:
+    """What was read, as the Transformer has it: a copy, since a device may use the host's own memory for `stored`."""
+    weight = jnp.copy(stored.swapaxes(-1, -2) if transpose else stored).astype(dtype)
+    return weight if sharding is None else jax.lax.with_sharding_constraint(weight, sharding)
+
+
+def _as_stored(weight: Weight, of_dimensions: tuple[T, ...]) -> tuple[T, ...]:
+    """What belongs to a weight's dimensions, in the order of those that checkpoints have."""
+    return (*of_dimensions[:-2], *of_dimensions[:-3:-1]) if weight.transpose else of_dimensions
 
 
 def export_model(
@@ -182,17 +201,10 @@ def read_tensors(model_dir: Path, arch: Architecture) -> Iterator[tuple[str, np.
 
     Memory holds those that the caller keeps. Raises what `load_params` raises.
     """
-    with _open_checkpoint(model_dir) as tensors:
-        _check_tensors(model_dir, arch, tensors)
-    names = tensor_shapes(arch).keys()
-    for file in _files(model_dir):
-        with file.open("rb") as source:
-            header_bytes = int.from_bytes(source.read(8), "little")
-            header = json.loads(source.read(header_bytes))
-        for name in header.keys() & names:
-            start = 8 + header_bytes + header[name]["data_offsets"][0]
-            dtype, shape = _TYPES[header[name]["dtype"]], tuple(header[name]["shape"])
-            yield name, np.memmap(file, dtype, mode="r", offset=start, shape=shape)
+    tensors = map_checkpoint(model_dir)
+    _check_tensors(model_dir, arch, tensors)
+    for name in tensor_shapes(arch):
+        yield name, tensors[name].values
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -213,72 +225,29 @@ def _write_shards(
     with new_directory(out_dir, overwrite=overwrite) as directory:
         for file, tensors in shards.items():
             try:
-                _write_file(directory / file, tensors, read(tensors), jnp.dtype(dtype))
+                shapes = [(tensor.name, tensor.weight.hf_shape) for tensor in tensors]
+                write_tensor_file(directory / file, shapes, read(tensors), jnp.dtype(dtype))
             except OSError as error:
                 raise MachineError(f"{out_dir}: {file} cannot be written: {error.strerror}") from error
         if len(shards) > 1:
-            _write_index(directory, shards, jnp.dtype(dtype).itemsize)
+            names = {file: [tensor.name for tensor in tensors] for file, tensors in shards.items()}
+            itemsize = jnp.dtype(dtype).itemsize
+            write_index(directory, names, sum(t.num_bytes(itemsize) for tensors in shards.values() for t in tensors))
         copy_companions(source_dir, directory, str(jnp.dtype(dtype)))
         for name, text in extra_files.items():
             write_text(directory / name, text)
 
 
-def _write_file(path: Path, tensors: Sequence["_Tensor"], values: Iterable[np.ndarray], dtype: np.dtype) -> None:
-    """One safetensors file, written value by value: the library's own writer wants to have them all in memory.
-
-    Its format is the length of the header (64 bits, little-endian), the header as JSON, and the values in their order.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.num_bytes(dtype.itemsize)
-        shape = list(tensor.weight.hf_shape)
-        header[tensor.name] = {"dtype": _TYPE_NAMES[str(dtype)], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that values are aligned in a mapped file
-    with path.open("xb") as sink:
-        sink.write(len(text).to_bytes(8, "little") + text)
-        for tensor, value in zip(tensors, values, strict=True):
-            assert value.shape == tensor.weight.hf_shape, tensor.name
-            write_values(sink, value, dtype)
-
-
-@contextmanager
-def _open_checkpoint(model_dir: Path) -> Iterator[dict[str, TensorSlice]]:
-    """Every tensor of the directory by name, unread."""
-    tensors: dict[str, TensorSlice] = {}
-    with ExitStack() as stack:
-        for file in _files(model_dir):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="numpy"))
-                tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
-            except FileNotFoundError:
-                raise UserError(f"{file}: no such file; a model directory needs its safetensors") from None
-            except SafetensorError as error:
-                raise UserError(f"{file}: not a whole safetensors file: {error}") from None
-        yield tensors
-
-
-def _files(model_dir: Path) -> list[Path]:
-    index = model_dir / INDEX_FILE
-    if not index.exists():
-        return [model_dir / SINGLE_FILE]
-    try:
-        return [model_dir / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{index}: not an index of safetensors files: weight_map is missing or no object") from None
-
-
-def _check_tensors(model_dir: Path, arch: Architecture, tensors: Mapping[str, TensorSlice]) -> None:
+def _check_tensors(model_dir: Path, arch: Architecture, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises UserError listing by name all that does not fit."""
     wanted = tensor_shapes(arch)
-    found = {name for name in tensors if not _IGNORED.search(name)}
+    found = set(tensors)
     problems = [f"{name} is missing" for name in wanted if name not in found]
     redundant_head = arch.tie_embeddings and "lm_head.weight" in found
     extra = found - set(wanted) - ({"lm_head.weight"} if redundant_head else set())
     problems += [f"{name} is not a tensor of this model" for name in sorted(extra)]
     for name in sorted(found & set(wanted)):
-        shape, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+        shape, kind = tensors[name].shape, tensors[name].type_name
         if shape != wanted[name]:
             problems.append(f"{name} has shape {list(shape)}, config.json means {list(wanted[name])}")
         if kind not in FLOAT_TYPES:
@@ -289,13 +258,12 @@ def _check_tensors(model_dir: Path, arch: Architecture, tensors: Mapping[str, Te
         raise UserError(f"{model_dir}: {len(problems)} problems with its tensors: {'; '.join(problems)}")
 
 
-def _equal(one: TensorSlice, other: TensorSlice, rows: int = 4096) -> bool:
-    """Bit equality of two matrices, read a few rows at a time."""
-    if one.get_shape() != other.get_shape() or one.get_dtype() != other.get_dtype():
+def _equal(one: StoredTensor, other: StoredTensor, rows: int = 4096) -> bool:
+    """Bit equality of two matrices, a few rows at a time."""
+    if (one.shape, one.type_name) != (other.shape, other.type_name):
         return False
-    height = one.get_shape()[0]
-    spans = (slice(start, min(start + rows, height)) for start in range(0, height, rows))
-    return all(one[span].tobytes() == other[span].tobytes() for span in spans)
+    spans = (slice(start, start + rows) for start in range(0, one.shape[0], rows))
+    return all(one.values[span].tobytes() == other.values[span].tobytes() for span in spans)
 
 
 def _hf_names(weight: Weight) -> list[str]:
@@ -303,23 +271,35 @@ def _hf_names(weight: Weight) -> list[str]:
     return [weight.hf_name.format(layer=layer) for layer in range(weight.num_tensors)]
 
 
-def _read_weight(
-    weight: Weight, tensors: Mapping[str, TensorSlice], index: tuple[slice, ...], dtype: np.dtype
-) -> np.ndarray:
-    """weight[index], read from the tensors that hold it."""
-    names = _hf_names(weight)
-    bounds = [slice(*part.indices(size)) for part, size in zip(index, weight.shape, strict=True)]
-    within = bounds[1:] if weight.is_stacked else bounds
-    if not weight.is_stacked:
-        return _read_tensor(weight, tensors[names[0]], within).astype(dtype)
-    stacked = np.empty([part.stop - part.start for part in bounds], dtype)
-    for row, name in enumerate(names[bounds[0]]):
-        stacked[row] = _read_tensor(weight, tensors[name], within)
-    return stacked
+def _read_weight(weight: Weight, tensors: Mapping[str, StoredTensor], index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a weight as it is stored, matrices [out, in], in the host's own memory."""
+    parts = [tensors[name].values for name in _hf_names(weight)]
+    parts = [part[index[1:]] for part in parts[index[0]]] if weight.is_stacked else [parts[0][index]]
+    dtypes = {part.dtype for part in parts}
+    stacked = _aligned_empty((len(parts), *parts[0].shape), dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32))
+    for row, part in zip(stacked, parts, strict=True):
+        row[...] = part
+    return stacked if weight.is_stacked else stacked[0]
 
 
-def _read_tensor(weight: Weight, tensor: TensorSlice, index: list[slice]) -> np.ndarray:
-    return tensor[tuple(index[::-1])].T if weight.transpose else tensor[tuple(index)]
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that JAX uses on CPUs as it is; of any other it makes a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _one_ahead(make: Callable[[T], Made], items: Sequence[T]) -> Iterator[tuple[T, Made]]:
+    """Each item with what is made of it, while the next one is being made."""
+    with ThreadPoolExecutor(1) as worker:
+        coming = worker.submit(make, items[0])
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            made = coming.result()
+            if following is not None:
+                coming = worker.submit(make, following)
+            yield item, made
+            del made
 
 
 @dataclass(frozen=True)
@@ -360,28 +340,32 @@ def _partition(tensors: Iterable[_Tensor], itemsize: int, max_bytes: int) -> lis
 
 
 def _gathered(
-    params: Transformer | nnx.State, tensors: Sequence[_Tensor], *, dtype: jax.typing.DTypeLike
+    params: Transformer | nnx.State, tensors: Iterable[_Tensor], *, dtype: jax.typing.DTypeLike
 ) -> Iterator[np.ndarray]:
-    """The tensors one by one, each gathered alone."""
+    """The tensors one by one, each gathered alone, while the devices get the next one ready."""
     arrays = dict(nnx.to_flat_state(nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else params))
+    before: jax.Array | None = None
     for weight, own in groupby(tensors, key=lambda tensor: tensor.weight):
         array = on_devices(arrays[weight.path][...])
         for tensor in own:
-            yield _gather(tensor, array, dtype)
+            part = _part(array, tensor.layer, weight.is_stacked, weight.transpose, jnp.dtype(dtype))
+            if before is not None:
+                yield _on_host(before)
+            before = part
+    if before is not None:
+        yield _on_host(before)
 
 
-def _gather(tensor: _Tensor, stacked: jax.Array, dtype: jax.typing.DTypeLike) -> np.ndarray:
-    """The whole tensor in this process's memory, as checkpoints have it. A collective where it is spread over hosts."""
-    part = (stacked[tensor.layer] if tensor.weight.is_stacked else stacked).astype(dtype)
-    whole = np.asarray(part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True))
-    return np.ascontiguousarray(whole.T if tensor.weight.transpose else whole)
+@partial(jax.jit, static_argnames=("is_stacked", "transpose", "dtype"))
+def _part(weight: jax.Array, layer: int, is_stacked: bool, transpose: bool, dtype: np.dtype) -> jax.Array:
+    """One tensor of a weight, as checkpoints have it."""
+    part = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) if is_stacked else weight
+    return jnp.copy(part.swapaxes(-1, -2) if transpose else part).astype(dtype)
 
 
-def _write_index(directory: Path, shards: Mapping[str, Sequence[_Tensor]], itemsize: int) -> None:
-    placed = [(tensor, file) for file, tensors in shards.items() for tensor in tensors]
-    total = sum(tensor.num_bytes(itemsize) for tensor, _ in placed)
-    weight_map = {tensor.name: file for tensor, file in placed}
-    write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole array in this process's memory. A collective where it is spread over hosts."""
+    return np.asarray(array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True))
 
 
 def copy_companions(source_dir: Path, directory: Path, dtype: str) -> None:

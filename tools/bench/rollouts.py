@@ -1,7 +1,7 @@
 """Throughput of the vLLM engine against a bare load generator, on the same server and the same requests, in turns.
 
-    VLLM_CPU_OMP_THREADS_BIND=nobind python tools/bench_rollouts.py sgpo_jax/demo/model --platform cpu
-    python tools/bench_rollouts.py Qwen2.5-Math-7B --max-tokens 1024 --dtype bfloat16 --prompt-tokens 200
+    VLLM_CPU_OMP_THREADS_BIND=nobind python -m tools.bench rollouts sgpo_jax/demo/model --platform cpu
+    python -m tools.bench rollouts Qwen2.5-Math-7B --max-tokens 1024 --dtype bfloat16 --prompt-tokens 200
 
 Prompts are random tokens. The bare generator posts bodies made beforehand and counts tokens; the engine does all it
 does in a run: seeds, checks of every answer, arrays, groups. Both ask for the same completions, by turns first and
@@ -151,7 +151,3 @@ async def post_all(url: str, headers: dict[str, str], bodies: list[dict[str, Any
             return sum(len(choice["token_ids"]) for choice in answer["choices"])
 
         return sum(await asyncio.gather(*map(post, bodies)))
-
-
-if __name__ == "__main__":
-    main()
