@@ -98,6 +98,11 @@ class Stopwatch:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
+    def move(self, seconds: float, source: str, name: str) -> None:
+        """Seconds that were not `source`'s after all."""
+        self._seconds[source] -= seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def seconds(self) -> dict[str, float]:
         total = time.monotonic() - self._start
         return {**self._seconds, "other": total - sum(self._seconds.values()), "total": total}

@@ -84,6 +84,10 @@ def test_stopwatch_accounts_for_every_second():
     seconds = watch.seconds()
     assert seconds.keys() == {"a", "other", "total"}
     assert seconds["a"] + seconds["other"] == pytest.approx(seconds["total"])
+    watch.move(1.0, "a", "b")
+    moved = watch.seconds()
+    assert (moved["a"], moved["b"]) == (seconds["a"] - 1, 1)
+    assert moved["a"] + moved["b"] + moved["other"] == pytest.approx(moved["total"])
 
 
 @pytest.mark.parametrize(

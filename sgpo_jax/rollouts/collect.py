@@ -1,5 +1,6 @@
 """From requests to judged groups: completions are judged while others are still being generated."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,13 +36,17 @@ class _Pending:
 
 
 class Collector:
-    """An engine and a verifier as one source of judged groups, for profiling, training and evaluation alike."""
+    """An engine and a verifier as one source of judged groups, for profiling, training and evaluation alike.
+
+    waited_s: seconds of the newest collection in which nothing was left to do but to wait for judgements.
+    """
 
     def __init__(self, engine: Engine, verifiers: VerifierPool, decode: Decode, rewards: RewardsConfig) -> None:
         self.engine = engine
         self._verifiers = verifiers
         self._decode = decode
         self._rewards = rewards
+        self.waited_s = 0.0
 
     def collect(self, requests: Sequence[GroupRequest], sampling: SamplingParams) -> Iterator[RolloutGroup]:
         """Every request's group, judged, in the order in which they finish.
@@ -49,12 +54,16 @@ class Collector:
         A completion that the engine could not give counts as an error verdict with no tokens.
         """
         pending: deque[_Pending] = deque()
-        for group in self.engine.generate(requests, sampling):
-            pending.append(self._submit(group))
+        for found in self.engine.generate(requests, sampling):
+            pending.append(self._submit(found))
             while pending and pending[0].is_judged():
                 yield self._judged(pending.popleft())
+        self.waited_s = 0.0
         while pending:
-            yield self._judged(pending.popleft())
+            begun = time.monotonic()
+            group = self._judged(pending.popleft())
+            self.waited_s += time.monotonic() - begun
+            yield group
 
     def _submit(self, group: CompletionGroup) -> _Pending:
         texts = tuple(self._decode(c.token_ids_C.tolist()) for c in group.completions)

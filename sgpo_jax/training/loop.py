@@ -146,6 +146,7 @@ def _roll_out(
         requests = parts.scheduler.propose()
         with watch.time("generate"):
             new = list(parts.collector.collect(requests, sampling))
+        watch.move(parts.collector.waited_s, "generate", "verify")
         for purpose, stage in _STAGES.items():
             at.ledger = at.ledger.add(stage, _generated([g for g in new if g.request.purpose is purpose]))
         groups += new

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parent.parent.parent
 
 
@@ -24,3 +26,50 @@ def test_storage(tmp_path):
     assert report["machine"]["cores"] >= 1
     assert report["versions"].keys() >= {"jax", "orbax-checkpoint"}
     assert not (tmp_path / "scratch").exists()
+
+
+def test_train_step_does_the_same_as_torch(tmp_path):
+    """Losses and norms of gradients are compared by the benchmark, which fails where they differ."""
+    rows = against_torch(tmp_path, "train-step", "--group-sizes", "2,4", "--steps", 1)
+    assert {row["what"].split(":")[0] for row in rows} == {"G = 2", "G = 4"}
+    assert {row["what"]: row for row in rows}["G = 4: padding"]["median"] < 0.3
+
+
+def test_decode(tmp_path):
+    rows = {row["what"] + row["against"]: row for row in against_torch(tmp_path, "decode", "--batch", 4)}
+    assert 1 < rows["mean completion"]["median"] < 24
+
+
+def against_torch(tmp_path: Path, *arguments: object) -> list[dict]:
+    pytest.importorskip("torch", reason="tools/test.sh --all installs torch")
+    os.environ["BENCH_VENV"] = sys.prefix
+    bench(*arguments, "--model", "toy", "--runs", 1, "--json", tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["versions"].keys() >= {"torch", "transformers", "jax"}
+    assert all(len(row["values"]) == 1 for row in report["rows"])
+    return report["rows"]
+
+
+def test_verifier(tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"gold": "1/2", "completion": "So it is \\\\boxed{0.5}."}\n' * 20)
+    limits = "--hanging", 1, "--time-limit-s", 1
+    bench("verifier", answers, *limits, "--runs", 1, "--json", tmp_path / "report.json")
+    rate, hanging = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert rate["median"] > 0
+    assert 0 < hanging["median"] < 20
+
+
+def test_overhead(tmp_path):
+    demo = REPOSITORY / "sgpo_jax" / "demo"
+    sizes = "--steps", 2, "--prompts", 2, "--max-tokens", 8, "--template", "plain"
+    bench("overhead", demo / "model", demo / "train.jsonl", *sizes, "--json", tmp_path / "report.json")
+    rows = {row["what"]: row for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
+    assert 0 < rows["outside generating and updating"]["median"] < 1
+    assert rows.keys() > {"seconds/generate", "seconds/verify", "seconds/update", "seconds/sync", "seconds/other"}
+
+
+def test_startup(tmp_path):
+    bench("startup", "--runs", 1, "--json", tmp_path / "report.json")
+    rows = {row["what"]: row for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
+    assert rows["compiling, second start"]["median"] < rows["compiling, first start"]["median"]

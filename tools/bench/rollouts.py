@@ -24,7 +24,7 @@ from sgpo_jax.config import parse_config
 from sgpo_jax.data.templates import load_tokenizer, stop_token_ids
 from sgpo_jax.models.architecture import read_architecture
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
-from sgpo_jax.rollouts.engine import sample_seed
+from sgpo_jax.rollouts.engine import Probe, sample_seed
 from sgpo_jax.rollouts.placement import claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
 from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
@@ -50,7 +50,7 @@ def main(
     vocab_size = read_architecture(model_dir).vocab_size
     prompts = [tuple(rng.integers(0, vocab_size, prompt_tokens).tolist()) for _ in range(requests)]
     with tempfile.TemporaryDirectory() as directory:
-        engine = start(model_dir, platform, dtype, prompts, max_tokens, Path(directory) / "vllm.log")
+        engine, _ = start(model_dir, platform, dtype, prompts, max_tokens, Path(directory) / "vllm.log")
         try:
             ratios = [pair(engine, prompts, num, max_tokens, visit) for visit in range(rounds + 1)][1:]
         finally:
@@ -60,7 +60,8 @@ def main(
 
 def start(
     model_dir: Path, platform: str, dtype: str, prompts: list[tuple[int, ...]], max_tokens: int, log: Path
-) -> VLLMEngine:
+) -> tuple[VLLMEngine, Probe]:
+    """An engine with its server, and the probe of its weights."""
     gpus = num_gpus(os.environ)
     one = {"memory_frac": 0.45} if platform == "cuda" and gpus == 1 else {}
     config = parse_config(
@@ -79,8 +80,8 @@ def start(
     model = load_model(model_dir, compute_dtype=dtype, remat="none")
     stop_ids = stop_token_ids(model_dir, load_tokenizer(model_dir))
     params = nnx.state(model)
-    prober = Prober(model, [prompts[0]], stop_ids[0], chunk_tokens=1024)
-    return make_vllm_engine(
+    probe = Prober(model, [prompts[0]], stop_ids[0], chunk_tokens=1024)(params)
+    engine = make_vllm_engine(
         config,
         read_architecture(model_dir),
         model_dir,
@@ -88,8 +89,9 @@ def start(
         longest_prompt=max(map(len, prompts)),
         log=log,
         initial=params,
-        probe=prober(params),
+        probe=probe,
     )
+    return engine, probe
 
 
 def query(number: int, prompt_ids: tuple[int, ...]) -> Query:
