@@ -286,6 +286,9 @@ def test_a_study_of_fake_runs_tunes_runs_and_reads(tmp_path, fake_runs):
     assert "5 of 5 runs are finished." in summary
     saving = (60_000 * 1.95) / (2_000 + 24_000 * 1.95)
     assert f"| sgpo | 2 | 48.8 K | {saving:.2f} | {saving:.2f} |" in summary
+    itemised = (10_000 * 1.95) / (2_000 + 4_000 * 1.95)
+    rows = "| dapo | 2 | 1.00 / 1.00 |", f"| sgpo | 2 | {saving:.2f} / {itemised:.2f} |"
+    assert "\n".join(["| method | seeds | dapo (59.0%) |", "|---|---:|---:|", *rows]) in summary
     assert "t, sgpo: train.optimizer.learning_rate=0.006 train.epochs=1" in summary
     for name in ("accuracy.png", "accuracy.svg", "accuracy-itemised.png", "phases.png", "phases.svg"):
         assert 1_000 < (directory / name).stat().st_size < 200_000
@@ -407,6 +410,10 @@ def test_the_saving_is_also_against_the_cheapest_baseline_that_reaches_the_targe
         reading = read_task("t", results, study, targets_of(results, study))
         cost = reading.methods[2].costs[LedgerKind.PAPER]
         assert (cost.to_target, cost.saving, cost.saving_cheapest) == pytest.approx((own, best / own, cheapest / own))
+        # `cheap` is at 30%, its own 50% less the margin of 20 points, after 4/5 of its first half; sgpo half-way.
+        # At 49% they are after 94% and 45% of their second halves.
+        cheaps, owns = (21_200, 14_000) if margin == 0.2 else (48_560, 36_800)
+        assert cost.savings == pytest.approx({"dapo": best / own, "cheap": cheaps / owns})
 
 
 def test_the_budget_of_tuning_decides_where_it_is_set(tmp_path, fake_runs):

@@ -21,7 +21,8 @@ class Cost:
 
     to_target, to_frac: FLOPs from which on the mean curve over the seeds stays above the targets, None where it ends
     below. saving, saving_cheapest: over this one's to_target, the best baseline's and that of the baseline which gets
-    there for the least. at_budgets: accuracy of the mean curve at each of the task's budgets.
+    there for the least. savings: against each baseline, its FLOPs to its own target over this one's to the same.
+    at_budgets: accuracy of the mean curve at each of the task's budgets.
     """
 
     total: float
@@ -30,6 +31,7 @@ class Cost:
     to_frac: float | None
     saving: float | None
     saving_cheapest: float | None
+    savings: Mapping[str, float | None]
     at_budgets: tuple[float, ...]
 
 
@@ -50,21 +52,27 @@ class MethodReading:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the methods of a task are held to. budgets: shares of the best baseline's mean total, in FLOPs."""
+    """What the methods of a task are held to. own: the target that follows from each baseline's final accuracy; target
+    is the best one's. budgets: shares of the best baseline's mean total, in FLOPs.
+    """
 
     best: str
     accuracy: float
     target: float
     frac_target: float
+    own: Mapping[str, float]
     budgets: Mapping[LedgerKind, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """FLOPs at which the best baseline reaches the target, and the least that any baseline needs for it."""
+    """FLOPs at which the best baseline reaches the target, the least that any baseline needs for it, and those at which
+    each reaches its own.
+    """
 
     best: float | None
     cheapest: float | None
+    own: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ def targets_of(results: Sequence[RunResult], study: StudyConfig) -> Targets | No
         accuracy=accuracy_of[best],
         target=accuracy_of[best] - study.margin,
         frac_target=accuracy_of[best] * study.target_frac,
+        own={name: accuracy - study.margin for name, accuracy in accuracy_of.items()},
         budgets={kind: tuple(frac * total for frac in study.budget_fracs) for kind, total in totals.items()},
     )
 
@@ -171,8 +180,13 @@ def _against(runs: tuple[RunResult, ...], best: tuple[RunResult, ...]) -> Differ
 
 
 def _marks(baselines: Mapping[str, Sequence[RunResult]], kind: LedgerKind, targets: Targets) -> _Marks:
-    found = {name: mean_curve(_curves(runs, kind)).stays_above(targets.target) for name, runs in baselines.items()}
-    return _Marks(found[targets.best], min((flops for flops in found.values() if flops is not None), default=None))
+    curves = {name: mean_curve(_curves(runs, kind)) for name, runs in baselines.items()}
+    found = {name: curve.stays_above(targets.target) for name, curve in curves.items()}
+    return _Marks(
+        best=found[targets.best],
+        cheapest=min((flops for flops in found.values() if flops is not None), default=None),
+        own={name: curve.stays_above(targets.own[name]) for name, curve in curves.items()},
+    )
 
 
 def _cost(runs: Sequence[RunResult], kind: LedgerKind, targets: Targets, marks: _Marks) -> Cost:
@@ -186,6 +200,7 @@ def _cost(runs: Sequence[RunResult], kind: LedgerKind, targets: Targets, marks: 
         to_frac=curve.stays_above(targets.frac_target),
         saving=_ratio(marks.best, to_target),
         saving_cheapest=_ratio(marks.cheapest, to_target),
+        savings={name: _ratio(mark, curve.stays_above(targets.own[name])) for name, mark in marks.own.items()},
         at_budgets=tuple(curve.at(budget) for budget in targets.budgets[kind]),
     )
 

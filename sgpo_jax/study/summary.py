@@ -45,6 +45,11 @@ def _task_lines(reading: TaskReading, study: StudyConfig) -> list[str]:
         "",
         *_table(reading, _reaching()),
         "",
+        f"**Times fewer FLOPs than each baseline's own curve** needs from which on it stays above its own final "
+        f"accuracy less {100 * study.margin:g} percentage points (in brackets), by the paper's ledger / itemised",
+        "",
+        *_table(reading, [_against(name, target) for name, target in targets.own.items()]),
+        "",
         *_budget_lines(reading, LedgerKind.PAPER, budgets),
         *_budget_lines(reading, LedgerKind.ITEMISED, budgets),
         f"**Final accuracy less {targets.best}'s**, in points: paired bootstrap over questions and seeds",
@@ -100,6 +105,13 @@ def _reaching() -> list[Column]:
         ("easier target: paper FLOPs", lambda m: _flops(m.costs[paper].to_frac)),
         ("itemised FLOPs", lambda m: _flops(m.costs[itemised].to_frac)),
     ]
+
+
+def _against(baseline: str, target: float) -> Column:
+    def cell(method: MethodReading) -> str:
+        return " / ".join(_times(method.costs[kind].savings[baseline]) for kind in LedgerKind)
+
+    return f"{baseline} ({target:.1%})", cell
 
 
 def _differences() -> list[Column]:
