@@ -96,6 +96,31 @@ class RewardsConfig(Section):
     """Overlong reward shaping; empty: off."""
 
 
+class LayoutConfig(Section):
+    """How many devices each axis of a mesh has; -1 (at most once): all that are left."""
+
+    data: int = 1
+    """Copies, each with its share of the sequences."""
+    fsdp: int = 1
+    """Devices over which weights are split that share the sequences: they gather what they compute with."""
+    tensor: int = 1
+    """Devices over which heads, the MLP and the vocabulary are split: what they compute with stays where it is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LayoutConfig":
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError("each axis is a positive number or -1, and -1 stands at most once")
+        return self
+
+
+class SamplerMeshConfig(LayoutConfig):
+    """The trainer's devices in another layout. Without sizes, each has a copy of the weights."""
+
+    data: int = -1
+    """As in `mesh`."""
+
+
 class RolloutsConfig(Section):
     engine: Literal["jax", "vllm"] = "jax"
     """What samples completions: the trainer's own devices, or vLLM servers (section vllm)."""
@@ -114,9 +139,18 @@ class RolloutsConfig(Section):
     """Prompt tokens that the JAX engine reads in one call; longer prompts are read one at a time."""
     decode_steps: Count = 16
     """Tokens that the JAX engine decodes between two looks at what has finished."""
+    mesh: SamplerMeshConfig | None = None
+    """The layout that the JAX engine samples in, over the trainer's devices, such as {tensor: 2}; empty: the
+    trainer's, where mesh.fsdp gathers all weights for every token. In another one it has a copy of the weights, in
+    model.compute_dtype, made at each sync (docs/check.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutsConfig":
+        if self.mesh is not None and self.engine != "jax":
+            raise ValueError(
+                f"mesh lays out the JAX engine; with engine={self.engine} leave it out, and see vllm.tensor_parallel "
+                "and vllm.data_parallel"
+            )
         if self.top_p < 1 and not self.allow_biased_ratio:
             raise ValueError("top_p below 1 biases the probability ratio; set allow_biased_ratio to accept that")
         return self
@@ -454,25 +488,17 @@ class ExportConfig(Section):
     """Largest safetensors file; more becomes several with an index."""
 
 
-class MeshConfig(Section):
+class MeshConfig(LayoutConfig):
     """The trainer's devices, and how many of them each axis of the mesh has; -1 (at most once): all that are left."""
 
-    data: int = 1
     fsdp: int = -1
-    tensor: int = 1
+    """Devices over which weights, their gradients and the optimizer's state are split; they share the sequences."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs of the trainer, by their numbers among those that this process sees; empty: all that vllm.placement leaves
     to it, and none with JAX_PLATFORMS=cpu."""
     memory_frac: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory that JAX takes when it starts, and keeps; empty: JAX's own default. Not for
     vllm.placement=shared, where JAX takes what it needs and gives it back."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "MeshConfig":
-        sizes = (self.data, self.fsdp, self.tensor)
-        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError("each axis is a positive number or -1, and -1 stands at most once")
-        return self
 
 
 class HostsConfig(Section):
@@ -642,6 +668,7 @@ MAY_CHANGE = (
     "rollouts.batch_size",
     "rollouts.prefill_tokens",
     "rollouts.decode_steps",
+    "rollouts.mesh",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
     "train.keep_checkpoints",

@@ -23,9 +23,10 @@ from sgpo_jax.hosts.agreement import follow_run, lead_run
 from sgpo_jax.hosts.messages import STOP, fail, has_failed, lead
 from sgpo_jax.models.architecture import Architecture, read_architecture
 from sgpo_jax.models.attention import choose_attention
+from sgpo_jax.models.published import PUBLISHED
 from sgpo_jax.models.qwen import Transformer
 from sgpo_jax.models.safetensors import load_model, resolve_model_dir
-from sgpo_jax.models.sharding import make_mesh, park
+from sgpo_jax.models.sharding import check_divisible, make_mesh, park, sampler_mesh
 from sgpo_jax.models.weights import num_parameters
 from sgpo_jax.rewards import VerifierPool
 from sgpo_jax.rollouts.collect import Collector
@@ -46,10 +47,12 @@ MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")  # weight
 class Run:
     """One run directory under its lock, and what its stages share, each part made when it is first needed."""
 
-    def __init__(self, config: Config, mesh: Mesh | None) -> None:
+    def __init__(self, config: Config, mesh: Mesh | None, sampler_mesh: Mesh | None = None) -> None:
+        """mesh: the trainer's, None on one device; sampler_mesh: of its devices, None where it is the trainer's."""
         self.config = config
         self.dir = Path(config.run_dir)
         self.mesh = mesh
+        self.sampler_mesh = sampler_mesh
 
     @cached_property
     def model_dir(self) -> Path:
@@ -102,6 +105,8 @@ class Run:
         model = self.config.model
         attention = choose_attention(model.attention, self.arch, model.compute_dtype)
         say(f"model: attention by {attention.implementation} ({attention.reason})")
+        if self.sampler_mesh is not None:
+            check_divisible(self.arch, self.sampler_mesh, key="rollouts.mesh")
         return load_model(
             self.model_dir,
             compute_dtype=model.compute_dtype,
@@ -148,6 +153,7 @@ class Run:
             max_prompt_tokens=max_prompt_tokens,
             config=self.config.rollouts,
             run_seed=self.config.seed,
+            mesh=self.sampler_mesh,
         )
 
     @property
@@ -254,10 +260,12 @@ def join_run(config: Config) -> Iterator[Run]:
 @contextmanager
 def _on_devices(config: Config) -> Iterator[Run]:
     claim(config)
-    everything = make_mesh(config.mesh)
+    arch = known_architecture(config.model.path)
+    everything = make_mesh(config.mesh, arch=arch)
+    sampler = sampler_mesh(config.rollouts.mesh, everything, arch=arch)
     mesh = everything if everything.size > 1 else None  # on one device there is nothing to lay out
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
-        run = Run(config, mesh)
+        run = Run(config, mesh, None if sampler == everything else sampler)
         try:
             yield run
         except BaseException as error:
@@ -267,6 +275,11 @@ def _on_devices(config: Config) -> Iterator[Run]:
             lead(STOP)
         finally:
             run.close()
+
+
+def known_architecture(name: str) -> Architecture | None:
+    """Of model.path where it is a directory or a model whose architecture is known here; nothing is fetched."""
+    return read_architecture(Path(name)) if Path(name).is_dir() else PUBLISHED.get(name)
 
 
 def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,7 +1,7 @@
 """Where arrays live: one table from logical axis names to the axes of the device mesh."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,12 +9,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sgpo_jax.config import MeshConfig
+from sgpo_jax.config import LayoutConfig
 from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.weights import Weight, weight_table, weight_tree
 from sgpo_jax.types import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
+_AXIS_TYPES = (AxisType.Auto,) * 3
+_LAYOUTS_SHOWN = 6  # of those that would fit, in an error
 
 # A logical axis that is not named here is replicated.
 RULES: dict[str, str | tuple[str, ...]] = {
@@ -27,20 +29,73 @@ RULES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of these devices (all by default). Raises UserError where the sizes do not multiply to their number."""
+def make_mesh(
+    config: LayoutConfig, devices: Sequence[jax.Device] | None = None, *, arch: Architecture | None = None
+) -> Mesh:
+    """The trainer's mesh, of these devices (all by default).
+
+    Raises UserError where the sizes do not multiply to their number, or do not divide `arch`, where that is known.
+    """
     devices = jax.devices() if devices is None else devices
+    sizes = _sizes(config, len(devices), arch, "mesh")
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=_AXIS_TYPES, devices=devices)
+
+
+def sampler_mesh(config: LayoutConfig | None, trainer: Mesh, *, arch: Architecture | None = None) -> Mesh:
+    """The devices of the trainer's mesh, in their order, in the layout of rollouts.mesh; None: the trainer's.
+
+    Raises UserError as `make_mesh` does.
+    """
+    sizes = tuple(trainer.shape.values()) if config is None else _sizes(config, trainer.size, arch, "rollouts.mesh")
+    if sizes == tuple(trainer.shape.values()):
+        return trainer
+    return Mesh(trainer.devices.reshape(sizes), MESH_AXES, axis_types=_AXIS_TYPES)
+
+
+def _sizes(config: LayoutConfig, num_devices: int, arch: Architecture | None, key: str) -> tuple[int, ...]:
+    """Of the axes, -1 filled in. key: the section of the configuration, for errors."""
     sizes = [config.data, config.fsdp, config.tensor]
     fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    if math.prod(sizes) != len(devices):
-        wanted = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
+    if -1 in sizes and num_devices % fixed == 0:
+        sizes[sizes.index(-1)] = num_devices // fixed
+    if math.prod(sizes) != num_devices:
+        wanted = ", ".join(f"{key}.{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
         raise UserError(
-            f"{wanted}: the sizes must multiply to the number of devices, {len(devices)}; "
-            f"mesh.data=1, mesh.fsdp={len(devices)}, mesh.tensor=1 would fit"
+            f"{wanted}: the sizes must multiply to the number of devices, {num_devices}; "
+            f"{_what_would_fit(sizes, num_devices, arch)}"
         )
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    if arch is not None:
+        _check_sizes(arch, dict(zip(MESH_AXES, sizes, strict=True)), key)
+    return tuple(sizes)
+
+
+def fitting_layouts(num_devices: int, arch: Architecture | None) -> list[tuple[int, int, int]]:
+    """All (data, fsdp, tensor) of this many devices that divide the model, where it is known; fewest copies first."""
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    layouts = [
+        (data, num_devices // (data * tensor), tensor)
+        for data in divisors
+        for tensor in divisors
+        if num_devices % (data * tensor) == 0
+    ]
+    return [
+        layout
+        for layout in layouts
+        if arch is None or _not_divided(arch, dict(zip(MESH_AXES, layout, strict=True))) is None
+    ]
+
+
+def _what_would_fit(wanted: Sequence[int], num_devices: int, arch: Architecture | None) -> str:
+    """The layouts nearest to the sizes that were wanted, -1 of which are free."""
+
+    def distance(layout: Sequence[int]) -> float:
+        return sum(abs(math.log(size / want)) for size, want in zip(layout, wanted, strict=True) if want > 0)
+
+    fitting = sorted(fitting_layouts(num_devices, arch), key=distance)
+    shown = ", ".join("x".join(map(str, layout)) for layout in fitting[:_LAYOUTS_SHOWN])
+    more = f" and {len(fitting) - _LAYOUTS_SHOWN} more" if len(fitting) > _LAYOUTS_SHOWN else ""
+    model = "" if arch is None else "this model "
+    return f"on {num_devices} device{'s' * (num_devices > 1)} {model}would fit as data x fsdp x tensor = {shown}{more}"
 
 
 def param_shardings(arch: Architecture, mesh: Mesh) -> nnx.State:
@@ -56,20 +111,34 @@ def weight_sharding(weight: Weight, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(weight.axes))
 
 
-def check_divisible(arch: Architecture, mesh: Mesh) -> None:
-    """Raises UserError naming what of the model the mesh's axes do not divide."""
-    sizes = {
-        (axis, size) for weight in weight_table(arch) for axis, size in zip(weight.axes, weight.shape, strict=True)
-    }
-    whole = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}  # a head is never split
-    for axis, size in sorted(sizes):
+def check_divisible(arch: Architecture, mesh: AbstractMesh | Mesh, *, key: str = "mesh") -> None:
+    """Raises UserError naming what of the model the mesh does not divide, and what would fit.
+
+    key: the section of the configuration that the mesh is from.
+    """
+    _check_sizes(arch, mesh.shape, key)
+
+
+def _check_sizes(arch: Architecture, sizes: Mapping[str, int], key: str) -> None:
+    found = _not_divided(arch, sizes)
+    if found is None:
+        return
+    axis, count = found
+    rule = RULES[axis]
+    assert isinstance(rule, str)
+    fits = _what_would_fit([sizes[name] for name in MESH_AXES], math.prod(sizes.values()), arch)
+    raise UserError(f"{key}.{rule}={sizes[rule]} does not divide the model's {axis}={count}; {fits}")
+
+
+def _not_divided(arch: Architecture, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+    """A logical axis of the weights that the sizes of the mesh do not divide, with what there is of it."""
+    counts = {axis: size for weight in weight_table(arch) for axis, size in zip(weight.axes, weight.shape, strict=True)}
+    counts |= {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}  # a head is never split
+    for axis, count in sorted(counts.items()):
         rule = RULES.get(axis)
-        count = whole.get(axis, size)
-        if isinstance(rule, str) and count % mesh.shape[rule]:
-            raise UserError(
-                f"mesh.{rule}={mesh.shape[rule]} does not divide the model's {axis}={count}; "
-                f"allowed are the divisors of {count}"
-            )
+        if isinstance(rule, str) and count % sizes[rule]:
+            return axis, count
+    return None
 
 
 def partition_spec(axes: Sequence[str]) -> PartitionSpec:
@@ -86,7 +155,7 @@ def constrain(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if mesh.empty:
         return x
     spec = partition_spec(axes)
-    fits = (size % _num_shards(mesh, rule) == 0 for size, rule in zip(x.shape, spec, strict=True))
+    fits = (size % shards_of(mesh, rule) == 0 for size, rule in zip(x.shape, spec, strict=True))
     where = (rule if fit else PartitionSpec.UNCONSTRAINED for rule, fit in zip(spec, fits, strict=True))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*where))
 
@@ -104,7 +173,7 @@ def abstract_results(program: jax.stages.Traced) -> Any:
 def fitting_sharding(shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> NamedSharding:
     """Of an array with these logical axes; a dimension that the mesh does not divide is whole on every device."""
     rules = zip(shape, partition_spec(axes), strict=True)
-    fitting = (rule if size % _num_shards(mesh, rule) == 0 else None for size, rule in rules)
+    fitting = (rule if size % shards_of(mesh, rule) == 0 else None for size, rule in rules)
     return NamedSharding(mesh, PartitionSpec(*fitting))
 
 
@@ -125,10 +194,11 @@ def put(array: Any, sharding: NamedSharding) -> jax.Array:
 def num_batch_shards() -> int:
     """Over how many devices a batch is spread, under the mesh of jax.set_mesh; without one, 1."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else _num_shards(mesh, RULES["batch"])
+    return 1 if mesh.empty else shards_of(mesh, RULES["batch"])
 
 
-def _num_shards(mesh: AbstractMesh | Mesh, rule: str | tuple[str, ...] | None) -> int:
+def shards_of(mesh: AbstractMesh | Mesh, rule: str | tuple[str, ...] | None) -> int:
+    """Into how many parts a dimension with this rule of RULES is split."""
     axes = (rule,) if isinstance(rule, str) else rule or ()
     return math.prod(mesh.shape[axis] for axis in axes)
 

@@ -7,6 +7,7 @@ own length, the cache has one length for each sampling, and each sample draws fr
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from sgpo_jax.config import RolloutsConfig
 from sgpo_jax.hosts.messages import lead
@@ -27,7 +29,8 @@ from sgpo_jax.models.qwen import (
     empty_cache,
     prefill,
 )
-from sgpo_jax.models.sharding import abstract_results, everywhere
+from sgpo_jax.models.relayout import relayout
+from sgpo_jax.models.sharding import abstract_results, everywhere, param_shardings
 from sgpo_jax.rollouts.engine import Probe, sample_seed, to_values
 from sgpo_jax.rollouts.sampling import sample_tokens
 from sgpo_jax.types import Completion, CompletionGroup, FinishReason, GroupRequest, SamplingParams, UserError
@@ -70,10 +73,13 @@ class _Arrivals(NamedTuple):
 
 
 class JaxEngine:
-    """Samples from the trainer's parameters: in float32 in place, else from a copy of the matrices in the compute type.
+    """Samples from the trainer's parameters: in float32 and in their own layout in place, else from a copy, whose
+    matrices are of the compute type.
 
     model: gives the architecture and the first parameters; an abstract one (safetensors.abstract_model) makes an engine
-    that only `trace` works on. stop_ids: token ids that end a completion.
+    that only `trace` works on. stop_ids: token ids that end a completion. mesh: the layout to sample in, of the devices
+    of jax.set_mesh in their order, in whose layout the parameters come; None: that one. Raises UserError where `mesh`
+    does not divide the model.
     """
 
     def __init__(
@@ -84,10 +90,16 @@ class JaxEngine:
         max_prompt_tokens: int,
         config: RolloutsConfig,
         run_seed: int,
+        mesh: Mesh | None = None,
     ) -> None:
         self._graphdef, params = nnx.split(model)
-        self._decoding_params = jax.jit(partial(decoding_params, arch=model.arch, dtype=model.compute_dtype))
+        trainer = jax.sharding.get_mesh()
+        self._mesh = None if mesh == trainer else mesh
         self._arch = model.arch
+        self._decoding_params = jax.jit(
+            partial(self._to_decode_with, trainer),
+            out_shardings=None if self._mesh is None else param_shardings(model.arch, self._mesh),
+        )
         self._cache_dtype = model.compute_dtype
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._max_prompt_tokens = max_prompt_tokens
@@ -95,7 +107,8 @@ class JaxEngine:
         self._run_seed = run_seed
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self._take(params, 0)
-        out = self._slot_shardings()
+        with self._in_layout():
+            out = self._slot_shardings()
         # Compiled, so that a cache that is spread over devices is never whole on one.
         self._open = jax.jit(self._empty_slots, static_argnums=0, out_shardings=out)
         self._admit = jax.jit(self._admit_arrivals, donate_argnums=1, out_shardings=out)
@@ -105,15 +118,35 @@ class JaxEngine:
 
     def update_weights(self, params: Any, version: int, probe: Probe | None) -> Mapping[str, float]:
         """Sample from `params` (the trainer's nnx.State) from now on. They need no probe: they are the trainer's own
-        arrays, or a cast of them in this process.
+        arrays, or made of them in this process.
         """
         lead("weights", {"version": version})
         self._take(params, version)
         return {}
 
     def _take(self, params: nnx.State, version: int) -> None:
-        self._params = params if self._cache_dtype == jnp.float32 else self._decoding_params(params)
+        self._params: Any = nnx.State({})  # an earlier copy is gone before there is another
+        if self._has_copy:
+            # Waited for: of several processes, each may run what comes next beside it, and they would then send in
+            # different orders.
+            self._params = jax.block_until_ready(self._decoding_params(params))
+        else:
+            self._params = params
         self._version = version
+
+    @property
+    def _has_copy(self) -> bool:
+        """Whether what is sampled from is another than the trainer's own arrays."""
+        return self._mesh is not None or self._cache_dtype != jnp.float32
+
+    def _to_decode_with(self, trainer: Mesh, params: nnx.State) -> nnx.State:
+        """The trainer's parameters in the compute type, then in the engine's layout."""
+        cast = decoding_params(params, self._arch, self._cache_dtype)
+        return cast if self._mesh is None else relayout(cast, self._arch, trainer, self._mesh)
+
+    def _in_layout(self) -> AbstractContextManager[Any]:
+        """For as long as one program is called: what runs between two of them is the trainer's."""
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def close(self) -> None:
         """Drop the parameters; the programs go with the engine."""
@@ -143,15 +176,16 @@ class JaxEngine:
         Of the parameters, shapes, types and shardings suffice (jax.ShapeDtypeStruct).
         """
         programs: dict[str, jax.stages.Traced] = {}
-        if self._cache_dtype != jnp.float32:
+        if self._has_copy:
             programs["decoding_params"] = self._decoding_params.trace(params)
             params = abstract_results(programs["decoding_params"])
-        programs["empty_slots"] = self._open.trace(sampling)
-        slots = abstract_results(programs["empty_slots"])
         bucket = _bucket(self._max_prompt_tokens)
         arrivals = _no_arrivals(self._num_rows(bucket), bucket, self._config.batch_size)
-        programs["admit"] = self._admit.trace(params, slots, arrivals)
-        programs["decode"] = self._decode.trace(params, slots, **_decoding(sampling))
+        with self._in_layout():
+            programs["empty_slots"] = self._open.trace(sampling)
+            slots = abstract_results(programs["empty_slots"])
+            programs["admit"] = self._admit.trace(params, slots, arrivals)
+            programs["decode"] = self._decode.trace(params, slots, **_decoding(sampling))
         return programs
 
     def _check(self, request: GroupRequest) -> None:
@@ -165,13 +199,15 @@ class JaxEngine:
     def _run(self, requests: Sequence[GroupRequest], sampling: SamplingParams) -> Iterator[tuple[_Sample, Completion]]:
         """The host's loop: fill free slots, decode a few tokens, take what has ended."""
         waiting = deque(self._samples(requests))
-        slots = self._open(sampling)
+        with self._in_layout():
+            slots = self._open(sampling)
         taken: list[_Sample | None] = [None] * self._config.batch_size
         decode = partial(self._decode, **_decoding(sampling))
         while waiting or any(taken):
-            while _worth_filling(taken, waiting):
-                slots = self._admit(self._params, slots, self._next_arrivals(requests, waiting, taken))
-            slots = decode(self._params, slots)
+            with self._in_layout():
+                while _worth_filling(taken, waiting):
+                    slots = self._admit(self._params, slots, self._next_arrivals(requests, waiting, taken))
+                slots = decode(self._params, slots)
             active_B = np.asarray(slots.active_B)
             ended = [b for b, sample in enumerate(taken) if sample is not None and not active_B[b]]
             for b, completion in zip(ended, self._read(slots, ended, taken), strict=True):

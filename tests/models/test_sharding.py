@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -12,8 +14,16 @@ import pytest
 from helpers import tiny_architecture, tiny_model
 from safetensors.numpy import load_file
 
-from sgpo_jax.config import MeshConfig
-from sgpo_jax.models.sharding import check_divisible, constrain, make_mesh, num_batch_shards, param_shardings
+from sgpo_jax.config import MeshConfig, SamplerMeshConfig
+from sgpo_jax.models.sharding import (
+    check_divisible,
+    constrain,
+    fitting_layouts,
+    make_mesh,
+    num_batch_shards,
+    param_shardings,
+    sampler_mesh,
+)
 from sgpo_jax.types import UserError
 
 ON_EIGHT_DEVICES = """
@@ -79,8 +89,12 @@ def test_eight_devices_give_what_one_gives(name, tmp_path):
 def test_mesh_sizes_must_multiply_to_the_devices():
     devices = jax.devices()[:1]
     assert dict(make_mesh(MeshConfig(), devices).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
-    with pytest.raises(UserError, match=r"mesh\.data=1, mesh\.fsdp=2, mesh\.tensor=1: .* devices, 1; .*mesh\.fsdp=1"):
+    with pytest.raises(UserError) as error:
         make_mesh(MeshConfig(fsdp=2), devices)
+    assert str(error.value) == (
+        "mesh.data=1, mesh.fsdp=2, mesh.tensor=1: the sizes must multiply to the number of devices, 1; "
+        "on 1 device would fit as data x fsdp x tensor = 1x1x1"
+    )
     with pytest.raises(UserError, match=r"mesh\.fsdp=-1, mesh\.tensor=3"):
         make_mesh(MeshConfig(tensor=3), devices)
 
@@ -88,16 +102,74 @@ def test_mesh_sizes_must_multiply_to_the_devices():
 @pytest.mark.parametrize(
     ("sizes", "changes", "words"),
     [
-        ((1, 1, 4), {}, "mesh.tensor=4 does not divide the model's kv_heads=2; allowed are the divisors of 2"),
-        ((1, 5, 1), {}, "mesh.fsdp=5 does not divide the model's embed=32"),
-        ((1, 1, 2), {"vocab_size": 15}, "mesh.tensor=2 does not divide the model's vocab=15"),
+        ((1, 1, 4), {}, "mesh.tensor=4 does not divide the model's kv_heads=2; on 4 devices "),
+        ((1, 5, 1), {}, "mesh.fsdp=5 does not divide the model's embed=32; on 5 devices "),
+        ((1, 1, 2), {"vocab_size": 15}, "mesh.tensor=2 does not divide the model's vocab=15; on 2 devices "),
+        ((1, 1, 2), {"num_heads": 3, "num_kv_heads": 3}, "mesh.tensor=2 does not divide the model's heads=3; on 2 "),
+        ((1, 1, 2), {"mlp_dim": 49}, "mesh.tensor=2 does not divide the model's mlp=49; on 2 devices "),
     ],
 )
 def test_what_the_mesh_does_not_divide_is_named(sizes, changes, words):
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "fsdp", "tensor"))
     with pytest.raises(UserError) as error:
         check_divisible(tiny_architecture(**changes), mesh)
-    assert words in str(error.value)
+    assert str(error.value).startswith(words)
+
+
+def named_layouts(message):
+    listed = message.split("this model would fit as data x fsdp x tensor = ")[1].split(" and ")[0]
+    return [tuple(map(int, layout.split("x"))) for layout in listed.split(", ")]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 1}, {"vocab_size": 15, "model_dim": 12}, {"num_kv_heads": 4}])
+@pytest.mark.parametrize("num_devices", [1, 6, 8])
+def test_the_layouts_that_fit_are_all_that_work_and_no_others(num_devices, changes):
+    """Against every combination of sizes, each tried as a user would."""
+    arch, works = tiny_architecture(**changes), set()
+    for data, fsdp, tensor in product(range(1, num_devices + 1), repeat=3):
+        mesh = jax.sharding.AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
+        with suppress(UserError):
+            check_divisible(arch, mesh)
+            works |= {(data, fsdp, tensor)} if mesh.size == num_devices else set()
+    found = fitting_layouts(num_devices, arch)
+    assert len(found) == len(set(found))
+    assert set(found) == works
+    assert (num_devices, 1, 1) in works
+
+
+@pytest.mark.parametrize("key", ["mesh", "rollouts.mesh"])
+@pytest.mark.parametrize(
+    ("sizes", "first_words", "nearest"),
+    [
+        ({"data": 1, "fsdp": 2, "tensor": 4}, "{key}.tensor=4 does not divide the model's kv_heads=2; ", (1, 4, 2)),
+        ({"data": 4, "fsdp": 4, "tensor": 1}, "{key}.data=4, {key}.fsdp=4, {key}.tensor=1: the sizes ", (2, 4, 1)),
+        ({"data": -1, "fsdp": 3, "tensor": 2}, "{key}.data=-1, {key}.fsdp=3, {key}.tensor=2: the sizes ", (1, 4, 2)),
+    ],
+)
+def test_an_impossible_layout_says_what_would_fit_for_trainer_and_sampler_alike(key, sizes, first_words, nearest):
+    devices = np.array([jax.devices()[0]] * 8)  # of which the sizes are all that is looked at
+    trainer = jax.sharding.Mesh(devices.reshape(1, 8, 1), ("data", "fsdp", "tensor"))
+    make = {
+        "mesh": lambda: make_mesh(MeshConfig(**sizes), list(devices), arch=tiny_architecture()),
+        "rollouts.mesh": lambda: sampler_mesh(SamplerMeshConfig(**sizes), trainer, arch=tiny_architecture()),
+    }
+    with pytest.raises(UserError) as error:
+        make[key]()
+    message = str(error.value)
+    assert message.startswith(first_words.format(key=key))
+    assert "on 8 devices this model would fit" in message
+    listed = named_layouts(message)
+    assert listed[0] == nearest
+    assert len(listed) == 6
+    assert message.endswith(f" and {len(fitting_layouts(8, tiny_architecture())) - 6} more")
+
+
+def test_the_samplers_mesh_has_the_trainers_devices_in_their_order():
+    devices = np.array([jax.devices()[0]] * 8)
+    trainer = jax.sharding.Mesh(devices.reshape(1, 8, 1), ("data", "fsdp", "tensor"))
+    assert sampler_mesh(None, trainer) is trainer
+    assert sampler_mesh(SamplerMeshConfig(data=1, fsdp=-1), trainer) is trainer
+    assert dict(sampler_mesh(SamplerMeshConfig(tensor=2), trainer).shape) == {"data": 4, "fsdp": 1, "tensor": 2}
 
 
 def test_shardings_are_a_prefix_of_the_params():
