@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sgpo_jax.check.memory import Memory, Sizes, estimate
+from sgpo_jax.models.sharding import fitting_layouts
 
 _FEWEST_CHUNK_TOKENS = 128
 _MOST_DEVICES = 1024
@@ -68,6 +69,18 @@ def _shard_weights(sizes: Sizes) -> Iterator[Step]:
         yield f"mesh.data={data} mesh.fsdp={fsdp}", replace(sizes, data=data, fsdp=fsdp)
 
 
+def _split_sampler(sizes: Sizes) -> Iterator[Step]:
+    """Fewer copies of the weights in the JAX engine's layout; at last the trainer's, where it has shards of them."""
+    mesh = sizes.sampler_mesh
+    if mesh is None:
+        return
+    for data, fsdp, tensor in reversed(fitting_layouts(sizes.num_devices, sizes.arch)):
+        if fsdp == mesh["fsdp"] and tensor > mesh["tensor"]:
+            changed = {"data": data, "fsdp": fsdp, "tensor": tensor}
+            yield f"rollouts.mesh.data={data} rollouts.mesh.tensor={tensor}", replace(sizes, sampler_mesh=changed)
+    yield "rollouts.mesh=null", replace(sizes, sampler_mesh=None)
+
+
 def _smaller_chunks(sizes: Sizes) -> Iterator[Step]:
     tokens = sizes.vocab_chunk_tokens
     while tokens >= 2 * _FEWEST_CHUNK_TOKENS:
@@ -85,9 +98,9 @@ def _smaller_micro_batches(sizes: Sizes) -> Iterator[Step]:
 
 
 def _fewer_slots(sizes: Sizes) -> Iterator[Step]:
-    """Down to one slot a device."""
+    """Down to one slot a device, or a group of devices that has one copy of the weights."""
     slots = sizes.num_slots
-    while slots >= 2 * sizes.batch_shards:
+    while slots >= 2 * sizes.sampling.batch_shards:
         slots //= 2
         yield f"rollouts.batch_size={slots}", replace(sizes, num_slots=slots)
 
@@ -103,7 +116,19 @@ def _more_devices(sizes: Sizes) -> Iterator[Step]:
     while 2 * sizes.num_devices <= _MOST_DEVICES and sizes.arch.model_dim % (2 * sizes.fsdp) == 0:
         sizes = replace(sizes, fsdp=2 * sizes.fsdp)
         sizes = replace(sizes, num_rows=rows * sizes.batch_shards)
-        yield f"mesh.fsdp={sizes.fsdp} (on {sizes.num_devices} devices)", sizes
+        sampler = ""
+        if mesh := sizes.sampler_mesh:
+            sizes = replace(sizes, sampler_mesh={**mesh, "data": 2 * mesh["data"]})
+            sampler = f" rollouts.mesh.data={2 * mesh['data']}"
+        yield f"mesh.fsdp={sizes.fsdp}{sampler} (on {sizes.num_devices} devices)", sizes
 
 
-_CHANGES = (_shard_weights, _smaller_micro_batches, _smaller_chunks, _fewer_slots, _rematerialise, _more_devices)
+_CHANGES = (
+    _shard_weights,
+    _split_sampler,
+    _smaller_micro_batches,
+    _smaller_chunks,
+    _fewer_slots,
+    _rematerialise,
+    _more_devices,
+)

@@ -101,8 +101,15 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
         return 1
     if known := _TRIPS.search(line):
         return int(known[1])
-    bounds = [int(bound) for inner in computations[condition[1]] for bound in _BOUND.findall(inner)]
-    return max(bounds, default=1)
+    return max(_bounds(condition[1], computations), default=1)
+
+
+def _bounds(name: str, computations: dict[str, list[str]]) -> Iterator[int]:
+    """The whole numbers in a condition, and in the fusions that it is made of."""
+    for line in computations[name]:
+        yield from map(int, _BOUND.findall(line))
+        for called in _callees(line):
+            yield from _bounds(called, computations)
 
 
 def _result_bytes(result: str, *, repeats_operands: bool) -> int:

@@ -3,7 +3,7 @@
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sgpo_jax import comparison, profiling
@@ -20,7 +20,7 @@ from sgpo_jax.data.batching import BatchShape, batch_shape
 from sgpo_jax.hardware import GIB
 from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.attention import Implementation
-from sgpo_jax.models.sharding import make_mesh
+from sgpo_jax.models.sharding import fitting_layouts, make_mesh, sampler_mesh
 from sgpo_jax.models.weights import num_parameters
 from sgpo_jax.pipeline import profiled_workload
 from sgpo_jax.run import Run
@@ -49,7 +49,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """attention: what the programs were compiled with; machine_attention: what they will have on the machine.
+    """sampler_mesh: the JAX engine's, where that is another. attention: what the programs were compiled with;
+    machine_attention: what they will have on the machine.
 
     peaks: by stage, update and sample. is_exact: whether compiled for the machine's own devices. steps: see
     `step_flops`; mean_tokens is what they take a sequence to have. forecast: None without a histogram or a profile.
@@ -58,6 +59,7 @@ class Report:
     findings: Findings
     machine: Machine
     mesh: Mapping[str, int]
+    sampler_mesh: Mapping[str, int] | None
     attention: Implementation
     machine_attention: Implementation
     shape: BatchShape
@@ -99,11 +101,15 @@ def examine(config: Config, *, num_devices: int | None, allow_missing: bool) -> 
         )
     lengths, forecast = _forecast(config, findings, num_parameters(arch))
     problems = [*findings.problems, *([] if allow_missing else map(_not_here, findings.missing))]
-    mesh = make_mesh(config.mesh, devices_of(machine))
-    sizes, inputs = shapes_of(config, machine, arch, mesh.shape, findings.longest_prompt)
+    mesh = make_mesh(config.mesh, devices_of(machine), arch=arch)
+    sampler = sampler_mesh(config.rollouts.mesh, mesh, arch=arch)
+    other = None if sampler == mesh else sampler
+    sizes, inputs = shapes_of(
+        config, machine, arch, mesh.shape, findings.longest_prompt, None if other is None else other.shape
+    )
     say(f"check: compiling for {'TPUs' if machine.is_tpu else f'{mesh.size} simulated devices'}")
     # On one device a run has no mesh; but it is the mesh that says which TPU to compile for.
-    programs = compile_programs(config, inputs, mesh if mesh.size > 1 or machine.is_tpu else None)
+    programs = compile_programs(config, inputs, mesh if mesh.size > 1 or machine.is_tpu else None, other)
     memory = estimate(sizes)
     peaks = _peaks(memory, programs, config)
     server = server_memory(config, machine, arch, inputs.shape.row_length)
@@ -114,6 +120,7 @@ def examine(config: Config, *, num_devices: int | None, allow_missing: bool) -> 
         findings=findings,
         machine=machine,
         mesh=dict(mesh.shape),
+        sampler_mesh=sizes.sampler_mesh,
         attention=inputs.attention,
         machine_attention=attention_of(config, machine),
         shape=inputs.shape,
@@ -127,7 +134,7 @@ def examine(config: Config, *, num_devices: int | None, allow_missing: bool) -> 
         forecast=forecast,
         hours=comparison.hours(forecast.forecast.ledger, config) if forecast else None,
         problems=(*problems, *fitting, *served),
-        notes=(*notes, *served_notes, *_gathered_for_each_token(programs, memory, config)),
+        notes=(*notes, *served_notes, *_gathered_for_each_token(programs, sizes, config, machine)),
         seconds=time.monotonic() - begun,
     )
 
@@ -137,9 +144,14 @@ def _not_here(line: str) -> str:
 
 
 def shapes_of(
-    config: Config, machine: Machine, arch: Architecture, mesh: Mapping[str, int], longest_prompt: int
+    config: Config,
+    machine: Machine,
+    arch: Architecture,
+    mesh: Mapping[str, int],
+    longest_prompt: int,
+    sampler: Mapping[str, int] | None = None,
 ) -> tuple[Sizes, Inputs]:
-    """What arithmetic and programs follow from. mesh: its sizes by axis."""
+    """What arithmetic and programs follow from. mesh, sampler: sizes by axis, the sampler's where they are others."""
     sizes = dict(mesh)
     rollouts = config.rollouts
     shape = batch_shape(
@@ -159,6 +171,7 @@ def shapes_of(
         has_reference=config.train.loss.kl_coef > 0,
         num_slots=rollouts.batch_size if rollouts.engine == "jax" else 0,
         slot_length=longest_prompt + rollouts.max_completion_tokens,
+        sampler_mesh=None if sampler is None else dict(sampler),
     ), inputs
 
 
@@ -170,8 +183,13 @@ def _peaks(memory: Memory, programs: Mapping[str, Compiled], config: Config) -> 
         update = max(update, programs["logprobs"].peak + memory.optimizer)
     peaks = {"update": Peak(memory.updating, update + beside)}
     if "decode" in programs:
-        rests = memory.optimizer + memory.reference + (memory.weights if memory.sampler_weights else 0)
-        peaks["sample"] = Peak(memory.sampling, max(programs[name].peak for name in ("admit", "decode")) + rests)
+        rests = memory.optimizer + memory.reference
+        sample = max(programs[name].peak for name in ("admit", "decode"))
+        if memory.sampler_weights:
+            sample += memory.weights
+        if "decoding_params" in programs:
+            sample = max(sample, programs["decoding_params"].peak)
+        peaks["sample"] = Peak(memory.sampling, sample + rests)
     return peaks
 
 
@@ -209,18 +227,34 @@ def _fit(
     return [f"does not fit: {what}; the trainer may take {_gib(room)} of one; {way_out}"], []
 
 
-def _gathered_for_each_token(programs: Mapping[str, Compiled], memory: Memory, config: Config) -> list[str]:
+def _gathered_for_each_token(
+    programs: Mapping[str, Compiled], sizes: Sizes, config: Config, machine: Machine
+) -> list[str]:
     """A note where the JAX engine decodes from weights that are spread over the devices of the batch."""
     if "decode" not in programs:
         return []
+    memory = estimate(sizes)
     sent = sum(c.num_bytes for c in programs["decode"].collectives if c.kind == "all-gather")
     of_one = sent / config.rollouts.decode_steps
     if of_one <= (memory.sampler_weights or memory.weights):
         return []
     return [
-        f"the JAX engine gathers {_gib(of_one)} for every token that it decodes, nearly all of it weights; with "
-        "mesh.tensor in place of mesh.fsdp they would stay where they are"
+        f"the JAX engine gathers {_gib(of_one)} for every token that it decodes, nearly all of it weights; "
+        f"{_layout_without_gathers(sizes, machine.trainer_bytes)}"
     ]
+
+
+def _layout_without_gathers(sizes: Sizes, room: int | None) -> str:
+    """The most copies of the weights that fit; where no memory is known, the fewest."""
+    layouts = [layout for layout in fitting_layouts(sizes.num_devices, sizes.arch) if layout[1] == 1]
+    for data, fsdp, tensor in layouts if room is None else reversed(layouts):
+        memory = estimate(replace(sizes, sampler_mesh={"data": data, "fsdp": fsdp, "tensor": tensor}))
+        if room is None or max(memory.updating, memory.sampling) <= room:
+            return (
+                f"with rollouts.mesh.data={data} rollouts.mesh.tensor={tensor} they would stay where they are, for "
+                f"{_gib(memory.sampler_weights)} of them on each device"
+            )
+    return "the layouts of rollouts.mesh that gather none do not fit in the devices' memory"
 
 
 def _serve(server: ServerMemory | None, config: Config) -> tuple[list[str], list[str]]:

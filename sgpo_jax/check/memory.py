@@ -5,7 +5,8 @@ an estimate of what a good compiler holds at its worst moment; programs.py says 
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from sgpo_jax.models.architecture import Architecture
 from sgpo_jax.models.qwen import Remat
@@ -22,7 +23,8 @@ class Sizes:
 
     num_rows, row_length: of the micro-batch, over all devices. compute_bytes: of the type of activations.
     holds_scores: whether attention holds all its scores (the plain one). has_reference: a second copy of the weights.
-    num_slots, slot_length: of the JAX engine's cache; 0 where vLLM samples.
+    num_slots, slot_length: of the JAX engine's cache; 0 where vLLM samples. sampler_mesh: its sizes by axis where it is
+    another than the trainer's.
     """
 
     arch: Architecture
@@ -38,6 +40,15 @@ class Sizes:
     has_reference: bool
     num_slots: int
     slot_length: int
+    sampler_mesh: Mapping[str, int] | None = None
+
+    @property
+    def sampling(self) -> "Sizes":
+        """As the JAX engine has them."""
+        mesh = self.sampler_mesh
+        if mesh is None:
+            return self
+        return replace(self, data=mesh["data"], fsdp=mesh["fsdp"], tensor=mesh["tensor"], sampler_mesh=None)
 
     @property
     def num_devices(self) -> int:
@@ -61,7 +72,8 @@ class Memory:
     gradients: what micro-batches are summed into. micro_gradients: of one of them. cast_weights: the trainer's weights
     in the compute type, while it computes. activations: those kept for the backward pass. layer: one layer's, while it
     is at work, with its weights gathered. logits: of one chunk, with the gathered matrix that makes them; they are gone
-    when the layers' backward pass begins. kv_cache, decoding: while the JAX engine samples.
+    when the layers' backward pass begins. relayout: while the sampler_weights are made, where the JAX engine has a
+    layout of its own. kv_cache, decoding: while it samples.
     """
 
     weights: int
@@ -74,6 +86,7 @@ class Memory:
     logits: int
     reference: int
     sampler_weights: int
+    relayout: int
     kv_cache: int
     decoding: int
 
@@ -92,7 +105,7 @@ class Memory:
 
     @property
     def sampling(self) -> int:
-        return self.always + self.kv_cache + self.decoding
+        return self.always + max(self.relayout, self.kv_cache + self.decoding)
 
     def to_dict(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -101,20 +114,23 @@ class Memory:
 def estimate(sizes: Sizes) -> Memory:
     """The memory of every device: all hold the same."""
     weights = _weights(sizes, _FLOAT32)
-    has_cache, has_copy = sizes.num_slots > 0, sizes.num_slots > 0 and sizes.compute_bytes != _FLOAT32
+    sampling, has_cache, is_cast = sizes.sampling, sizes.num_slots > 0, sizes.compute_bytes != _FLOAT32
+    has_layout = sizes.sampler_mesh is not None
+    has_copy = has_cache and (is_cast or has_layout)
     return Memory(
         weights=weights,
         optimizer=_MOMENTS * weights,
         gradients=weights,
         micro_gradients=weights,
-        cast_weights=_matrices(sizes) if sizes.compute_bytes != _FLOAT32 else 0,
+        cast_weights=_matrices(sizes) if is_cast else 0,
         activations=_kept(sizes),
         layer=_layer(sizes),
         logits=_logits(sizes),
         reference=weights if sizes.has_reference else 0,
-        sampler_weights=_matrices(sizes) + _weights(sizes, _FLOAT32, matrices=False) if has_copy else 0,
-        kv_cache=_kv_cache(sizes) if has_cache else 0,
-        decoding=_decoding(sizes) if has_cache else 0,
+        sampler_weights=_matrices(sampling) + _weights(sampling, _FLOAT32, matrices=False) if has_copy else 0,
+        relayout=_relayout(sampling) + (_matrices(sizes) if is_cast else 0) if has_cache and has_layout else 0,
+        kv_cache=_kv_cache(sampling) if has_cache else 0,
+        decoding=_decoding(sampling) if has_cache else 0,
     )
 
 
@@ -188,6 +204,14 @@ def _logits(sizes: Sizes) -> int:
     vocab = arch.vocab_size // sizes.tensor
     matrix = vocab * arch.model_dim * (sizes.compute_bytes + _FLOAT32) if sizes.fsdp > 1 else 0
     return 3 * chunk * vocab * _FLOAT32 + matrix
+
+
+def _relayout(sampling: Sizes) -> int:
+    """What is on its way at a time: a layer, or a matrix of the vocabulary, as it leaves and as it arrives."""
+    table = weight_table(sampling.arch)
+    layer = sum(_elements(w, sampling) for w in table if w.is_stacked) // sampling.arch.num_layers
+    vocabulary = max(_elements(w, sampling) for w in table if w.is_matrix and not w.is_stacked)
+    return 2 * max(layer, vocabulary) * sampling.compute_bytes
 
 
 def _kv_cache(sizes: Sizes) -> int:

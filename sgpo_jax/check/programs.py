@@ -62,19 +62,22 @@ class Compiled:
         return self.arguments + self.results - self.aliased + self.temporaries
 
 
-def compile_programs(config: Config, inputs: Inputs, mesh: Mesh | None) -> dict[str, Compiled]:
+def compile_programs(
+    config: Config, inputs: Inputs, mesh: Mesh | None, sampler_mesh: Mesh | None
+) -> dict[str, Compiled]:
     """By name: those of TrainStep and, where it samples, of the JAX engine.
 
-    mesh: as open_run has it, None on one device. Raises UserError where it does not divide the model. A program that
-    the compiler finds too large has a `failure`.
+    mesh, sampler_mesh: as open_run has them: no mesh on one device, no other one where the engine samples in the
+    trainer's layout. Raises UserError where they do not divide the model. A program that the compiler finds too large
+    has a `failure`.
     """
     if mesh is not None:
         check_divisible(inputs.arch, mesh)
-    programs = trace_programs(config, inputs, mesh)
+    programs = trace_programs(config, inputs, mesh, sampler_mesh)
     counted = programs
     if inputs.attention != "plain":  # whose kernels hide their products
         plain = Inputs(inputs.arch, inputs.shape, inputs.longest_prompt, "plain")
-        counted = trace_programs(config, plain, mesh)
+        counted = trace_programs(config, plain, mesh, sampler_mesh)
     steps = config.rollouts.decode_steps
     found = {}
     for name, program in programs.items():
@@ -83,7 +86,9 @@ def compile_programs(config: Config, inputs: Inputs, mesh: Mesh | None) -> dict[
     return found
 
 
-def trace_programs(config: Config, inputs: Inputs, mesh: Mesh | None) -> dict[str, jax.stages.Traced]:
+def trace_programs(
+    config: Config, inputs: Inputs, mesh: Mesh | None, sampler_mesh: Mesh | None = None
+) -> dict[str, jax.stages.Traced]:
     """By name; nothing is compiled but what says where results lie, and nothing allocated."""
     model = abstract_model(
         inputs.arch,
@@ -93,16 +98,19 @@ def trace_programs(config: Config, inputs: Inputs, mesh: Mesh | None) -> dict[st
     )
     step = TrainStep(model, config)
     rollouts = config.rollouts
-    engine = None
-    if rollouts.engine == "jax":
-        engine = JaxEngine(
-            model, stop_ids=_ENDS, max_prompt_tokens=inputs.longest_prompt, config=rollouts, run_seed=config.seed
-        )
     state = abstract_state(inputs.arch, step.optimizer, mesh)
     batch = abstract_batch(inputs.shape, config, mesh)
     with _under(mesh):
         programs = step.trace(state, batch)
-        if engine is not None:
+        if rollouts.engine == "jax":
+            engine = JaxEngine(
+                model,
+                stop_ids=_ENDS,
+                max_prompt_tokens=inputs.longest_prompt,
+                config=rollouts,
+                run_seed=config.seed,
+                mesh=sampler_mesh,
+            )
             sampling = SamplingParams(rollouts.max_completion_tokens, rollouts.temperature, rollouts.top_p)
             programs |= engine.trace(state.params, sampling)
     return programs

@@ -1,6 +1,6 @@
 """What `check` prints: JSON with stable keys, or a report for a person."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +19,12 @@ _MEANING = {
     "layer": "one layer's backward pass, its weights gathered",
     "logits": "of one chunk, with the matrix that makes them",
     "reference": "of the KL term",
-    "sampler_weights": "the JAX engine's copy in the compute type",
+    "sampler_weights": "the JAX engine's copy, in its layout and the compute type",
+    "relayout": "a layer on its way to the JAX engine's layout",
     "kv_cache": "of the JAX engine, while it samples",
     "decoding": "of the JAX engine, while it samples",
 }
-_PASSING = ("micro_gradients", "cast_weights", "activations", "layer", "logits", "decoding")
+_PASSING = ("micro_gradients", "cast_weights", "activations", "layer", "logits", "relayout", "decoding")
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             "device_bytes": machine.device.memory_bytes if machine.device else None,
             "trainer_bytes": machine.trainer_bytes,
             "mesh": dict(report.mesh),
+            "sampler_mesh": None if report.sampler_mesh is None else dict(report.sampler_mesh),
             "attention": report.machine_attention,
             "compiled_attention": report.attention,
             "compiled_for": "tpu" if report.is_exact else "cpu",
@@ -125,19 +127,25 @@ def _show_lines(title: str, lines: Sequence[str]) -> None:
 
 def _show_machine(report: Report) -> None:
     machine, shape = report.machine, report.shape
-    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    mesh = _sizes(report.mesh)
+    sampler = f"; it samples in another layout ({_sizes(report.sampler_mesh)})" if report.sampler_mesh else ""
     hosts = f"{machine.num_hosts} host{'s' * (machine.num_hosts > 1)}"
     servers = f", vLLM on {machine.server_devices}" if machine.server_devices else ""
     compiled = "the machine's own TPUs" if report.is_exact else "simulated CPU devices"
     _show_lines(
         "Machine",
         [
-            f"{hosts}, {machine.name or 'no device named'}: the trainer on {machine.trainer_devices} ({mesh}){servers}",
+            f"{hosts}, {machine.name or 'no device named'}: the trainer on {machine.trainer_devices} ({mesh})"
+            f"{sampler}{servers}",
             f"micro-batch: {shape.num_rows} rows of {shape.row_length} tokens",
             f"attention: {report.machine_attention} there; compiled here for {compiled}, with {report.attention}",
         ],
     )
     print()
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _show_memory(report: Report) -> None:

@@ -9,19 +9,24 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from helpers import make_config
 
 from sgpo_jax.check import examine
 from sgpo_jax.check.advice import Budget
+from sgpo_jax.check.collectives import Collective
 from sgpo_jax.check.machine import environment, machine_of
 from sgpo_jax.check.memory import estimate
 from sgpo_jax.check.preflight import preflight
 from sgpo_jax.check.programs import Compiled
+from sgpo_jax.check.report import to_dict
 from sgpo_jax.check.server import server_memory
 from sgpo_jax.config import load_config
 from sgpo_jax.hardware import GIB
 from sgpo_jax.models.published import PUBLISHED
+from sgpo_jax.models.sharding import MESH_AXES
 from sgpo_jax.models.weights import num_parameters
 from sgpo_jax.types import UserError
 
@@ -82,14 +87,13 @@ def examined(monkeypatch):
         compiled = Compiled(flops, 0.0, **figures)
         names = ("accumulate", "apply", "logprobs", *(("admit", "decode") * (config.rollouts.engine == "jax")))
         monkeypatch.setattr(examine, "compile_programs", lambda *_: dict.fromkeys(names, compiled))
-        monkeypatch.setattr(examine, "make_mesh", lambda config, devices: FakeMesh(config))
+        monkeypatch.setattr(examine, "make_mesh", lambda config, devices, arch: mesh_of_four(config))
         monkeypatch.setattr(examine, "devices_of", lambda machine: [])
         return examine.examine(config, num_devices=None, allow_missing=allow_missing)
 
-    class FakeMesh:
-        def __init__(self, mesh):
-            self.shape = {"data": mesh.data, "fsdp": 4 // mesh.tensor, "tensor": mesh.tensor}
-            self.size = 4
+    def mesh_of_four(mesh):
+        devices = np.array(jax.devices()[:1] * 4)
+        return jax.sharding.Mesh(devices.reshape(mesh.data, 4 // mesh.tensor, mesh.tensor), MESH_AXES)
 
     return run
 
@@ -132,6 +136,34 @@ def test_what_does_not_fit_is_said_with_what_would(examined):
     assert mended.problems == ()
     larger = 2 * int(setting.split("=")[1])
     assert examined(on_h100s(f"train.micro_batch_tokens={larger}")).problems, "no smaller than need be"
+
+
+def test_a_samplers_layout_is_counted_and_one_that_does_not_fit_is_named(examined):
+    """The 7B, sampled from in bfloat16: a copy on each of four devices, or one on every two."""
+    jax_engine = ["rollouts.engine=jax", "rollouts.batch_size=16"]
+    plain = examined(on_h100s(*jax_engine))
+    halves = examined(on_h100s(*jax_engine, "rollouts.mesh.tensor=2"))
+    assert (plain.sampler_mesh, halves.sampler_mesh) == (None, {"data": 2, "fsdp": 1, "tensor": 2})
+    assert halves.memory.sampler_weights == pytest.approx(2 * plain.memory.sampler_weights, rel=1e-3)
+    assert halves.memory.sampler_weights == pytest.approx(halves.num_params, rel=1e-3), "two bytes of each half"
+    assert halves.memory.weights == plain.memory.weights
+    assert to_dict(halves)["machine"]["sampler_mesh"] == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert halves.problems == ()
+    tight = "mesh.memory_frac=0.8"
+    assert examined(on_h100s(*jax_engine, "rollouts.mesh.tensor=2", tight)).problems == ()
+    (problem,) = examined(on_h100s(*jax_engine, "rollouts.mesh.tensor=1", tight)).problems
+    assert problem.startswith("does not fit: ")
+    assert "rollouts.mesh.data=2 rollouts.mesh.tensor=2 would make it" in problem
+
+
+def test_gathers_for_every_token_are_noted_with_the_layout_that_has_none(examined):
+    gathers = (Collective("all-gather", 1, 16 * 16 * GIB),)
+    jax_engine = ["rollouts.engine=jax", "rollouts.batch_size=16", "rollouts.decode_steps=16"]
+    (note,) = examined(on_h100s(*jax_engine), collectives=gathers).notes
+    assert note.startswith("the JAX engine gathers 16.0 GiB for every token")
+    assert "with rollouts.mesh.data=4 rollouts.mesh.tensor=1 they would stay where they are, for 14.2 GiB" in note
+    (note,) = examined(on_h100s(*jax_engine, "mesh.memory_frac=0.8"), collectives=gathers).notes
+    assert "with rollouts.mesh.data=2 rollouts.mesh.tensor=2 they would" in note
 
 
 def test_what_only_a_cpu_would_hold_is_a_note(examined):

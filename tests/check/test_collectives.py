@@ -43,6 +43,14 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
+def test_a_loops_bound_may_stand_in_a_fusion_of_its_condition():
+    """As in a loop that can end early: the compiler knows no trip count, and fuses the comparison."""
+    bound = "  %n = s32[] constant(16)\n  ROOT %lt = pred[] compare(%i, %n), direction=LT"
+    text = PROGRAM.replace("  ROOT %lt = pred[] compare(%i, %j), direction=LT", bound)
+    text = text.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    assert collectives(text)[0] == Collective("all-gather", 16 + 1, 16 * 8 * 16 * 4 + 8 * 4)
+
+
 def test_loops_multiply_what_is_in_them():
     found = collectives(PROGRAM)
     assert found == (

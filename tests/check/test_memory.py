@@ -14,20 +14,23 @@ from helpers import tiny_architecture
 
 from sgpo_jax.check.advice import Budget, advise
 from sgpo_jax.check.memory import Sizes, estimate, kv_bytes_per_token
+from sgpo_jax.models.weights import num_parameters
 
 TESTS = Path(__file__).parent.parent
 
 ON_EIGHT_DEVICES = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from dataclasses import replace
 import jax, numpy as np
 from flax import nnx
 from helpers import make_config
+from sgpo_jax.config import SamplerMeshConfig
 from sgpo_jax.check.memory import Sizes, estimate
 from sgpo_jax.check.programs import Inputs, trace_programs
 from sgpo_jax.data.batching import TrainSequence, batch_shape, pack
 from sgpo_jax.models.safetensors import load_model
-from sgpo_jax.models.sharding import make_mesh
+from sgpo_jax.models.sharding import make_mesh, sampler_mesh
 from sgpo_jax.rollouts.jax_engine import JaxEngine, _no_arrivals
 from sgpo_jax.training.state import initial_state
 from sgpo_jax.training.step import TrainStep, _on_mesh, _zeros_program
@@ -83,6 +86,23 @@ with jax.set_mesh(mesh):
     for name, program in real.items():
         assert program.as_text() == traced[name].lower().as_text(), f"{name}: not the program of the run"
 
+    # The same of a sampler with a layout of its own.
+    layout = sampler_mesh(SamplerMeshConfig(tensor=2), mesh)
+    other = JaxEngine(
+        model, stop_ids=(0,), max_prompt_tokens=8, config=config.rollouts, run_seed=0, mesh=layout
+    )
+    with jax.set_mesh(layout):
+        slots = other._open(SamplingParams(24))
+        real = {
+            "admit": other._admit.lower(other._params, slots, arrivals),
+            "decode": other._decode.lower(other._params, slots, temperature=1.0, top_p=1.0, greedy=False),
+        }
+    real["decoding_params"] = other._decoding_params.lower(state.params)
+    traced = trace_programs(config, Inputs(model.arch, shape, 8, "plain"), mesh, layout)
+    for name, program in real.items():
+        assert program.as_text() == traced[name].lower().as_text(), f"{name}: not the program of the run"
+    held_of_other = {"sampler_weights": on_first_device(other._params), "kv_cache": on_first_device(slots.cache)}
+
 sizes = Sizes(
     arch=model.arch, data=2, fsdp=2, tensor=2, num_rows=shape.num_rows, row_length=shape.row_length,
     vocab_chunk_tokens=64, remat="full", compute_bytes=2, holds_scores=True, has_reference=False,
@@ -90,6 +110,10 @@ sizes = Sizes(
 )
 expected = estimate(sizes).to_dict()
 assert {name: expected[name] for name in held} == held, (expected, held)
+of_other = estimate(replace(sizes, sampler_mesh=dict(layout.shape))).to_dict()
+assert {name: of_other[name] for name in held_of_other} == held_of_other, (of_other, held_of_other)
+assert {name: of_other[name] for name in ("weights", "optimizer", "gradients")}.items() <= held.items()
+assert of_other["sampler_weights"] > 1.8 * held["sampler_weights"], "half of the model in place of a quarter"
 print("ALL EQUAL")
 """
 
@@ -166,6 +190,22 @@ def test_the_advice_is_the_least_change_that_fits(changes, setting, less):
     assert found.settings == (setting,)
     assert found.num_bytes <= room.num_bytes
     assert found.num_bytes == estimate(replace(sizes, **less)).updating
+
+
+def test_a_sampler_that_does_not_fit_gets_fewer_copies_and_at_last_the_trainers_layout():
+    sampler = {"data": 8, "fsdp": 1, "tensor": 1}
+    sizes = sizes_of(data=1, fsdp=8, num_rows=8, remat="full", vocab_chunk_tokens=64, num_slots=8, sampler_mesh=sampler)
+    memory = estimate(sizes)
+    assert memory.sampler_weights == 4 * num_parameters(sizes.arch), "float32, and whole on every device"
+    assert memory.sampling == memory.always + max(memory.relayout, memory.kv_cache + memory.decoding)
+    split = estimate(replace(sizes, sampler_mesh={"data": 4, "fsdp": 1, "tensor": 2}))
+    found = advise(sizes, Budget(Budget(0).peak(split)))
+    assert found is not None
+    assert found.settings == ("rollouts.mesh.data=4 rollouts.mesh.tensor=2",)
+    in_place = estimate(replace(sizes, sampler_mesh=None))
+    found = advise(sizes, Budget(Budget(0).peak(in_place)))
+    assert found is not None
+    assert found.settings == ("rollouts.mesh=null",)
 
 
 def test_advice_adds_up_where_no_change_is_enough_and_gives_up_where_none_helps():
