@@ -147,7 +147,8 @@ def alone(tmp_path_factory) -> Path:
 def test_processes_of_a_cluster_train_what_one_process_trains(alone, tmp_path, count):
     run_dir = tmp_path / "run"
     config, port = written(sgpo_config(run_dir)), free_port()
-    mesh = ["mesh.data=2", "mesh.fsdp=-1"] if count > 2 else []
+    # Two: every sync brings the weights from one layout to another.
+    mesh = ["mesh.data=2", "mesh.fsdp=-1"] if count > 2 else ["rollouts.mesh.data=2"]
 
     def slurm(number: int) -> dict[str, str]:
         return {
