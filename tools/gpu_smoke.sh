@@ -17,6 +17,7 @@ if [[ ${1:-} = --wheels ]]; then
     platforms=()
     for glibc in 2_28 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
     rm -rf "$WHEELS"
+    # shellcheck disable=SC2046  # a word for each requirement
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest "$WHEELS" \
         --implementation cp --python-version "${PYTHON_VERSION:-3.12}" \
         "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
