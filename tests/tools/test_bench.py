@@ -11,10 +11,10 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent.parent
 
 
-def bench(*arguments: object) -> None:
+def bench(*arguments: object, limit_s: float = 250) -> None:
     command = [sys.executable, "-m", "tools.bench", *map(str, arguments)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=250)
+    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=limit_s)
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
@@ -50,6 +50,18 @@ def against_torch(tmp_path: Path, *arguments: object) -> list[dict]:
     return report["rows"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_growth(tmp_path):
+    bench("growth", tmp_path, "--scale", "toy", "--steps", 1, limit_s=850)
+    points = json.loads((tmp_path / "growth.json").read_text())["points"]
+    for what, numbers in {"length": 2, "group": 2, "model": 1, "devices": 2}.items():
+        assert len(points[what]) == numbers
+        assert (tmp_path / f"growth-{what}.png").stat().st_size > 1_000
+        assert all(point["seconds"] > 0 and point["flops"] > 0 for point in points[what])
+    assert points["group"][1]["flops"] > 1.5 * points["group"][0]["flops"]
+
+
 def test_verifier(tmp_path):
     answers = tmp_path / "answers.jsonl"
     answers.write_text('{"gold": "1/2", "completion": "So it is \\\\boxed{0.5}."}\n' * 20)
@@ -69,7 +81,9 @@ def test_overhead(tmp_path):
     assert rows.keys() > {"seconds/generate", "seconds/verify", "seconds/update", "seconds/sync", "seconds/other"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_startup(tmp_path):
-    bench("startup", "--runs", 1, "--json", tmp_path / "report.json")
+    bench("startup", "--runs", 1, "--json", tmp_path / "report.json", limit_s=850)
     rows = {row["what"]: row for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     assert rows["compiling, second start"]["median"] < rows["compiling, first start"]["median"]

@@ -3,6 +3,7 @@
     bash tools/setup_bench.sh                            PyTorch and transformers, in an environment of their own
     python -m tools.bench train-step --model 30m         the update against PyTorch's
     python -m tools.bench decode --model 30m             the JAX engine against transformers.generate
+    python -m tools.bench growth OUT                     time and memory against length, G, model, devices: figures
     python -m tools.bench startup                        compiling again, with the cache of the first start
     python -m tools.bench verifier FILE                  answers a second, and what answers that hang cost
     python -m tools.bench overhead MODEL FILE            a step outside generating and updating
@@ -15,7 +16,7 @@ Every command prints a table with its goals; --json FILE writes it with the mach
 
 import click
 
-from tools.bench import conversion, decode, overhead, rollouts, startup, storage, sync, train_step, verifier
+from tools.bench import conversion, decode, growth, overhead, rollouts, startup, storage, sync, train_step, verifier
 
 
 @click.group(help=__doc__)
@@ -25,6 +26,7 @@ def main() -> None:
 
 main.add_command(train_step.main, "train-step")
 main.add_command(decode.main, "decode")
+main.add_command(growth.main, "growth")
 main.add_command(startup.main, "startup")
 main.add_command(verifier.main, "verifier")
 main.add_command(overhead.main, "overhead")

@@ -60,27 +60,45 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         arch = make_model(MODELS[model], Path(directory) / "model")
         for group_size in map(int, group_sizes.split(",")):
-            spec: dict[str, Any] = {
-                "work": "train",
-                "model": str(Path(directory) / "model"),
+            spec = make_spec(
+                Path(directory) / "model",
+                arch,
+                num=num,
+                group_size=group_size,
+                max_prompt=max_prompt,
+                max_tokens=max_tokens,
+            )
+            spec |= {
                 "dtype": dtype,
-                "rollouts": draw_rollouts(arch.vocab_size, num, group_size, max_prompt, max_tokens),
-                "max_prompt": max_prompt,
-                "max_tokens": max_tokens,
-                "batch_size": num,
                 "micro_batch_tokens": micro_batch_tokens or own_tokens,
                 "micro_batch_rows": micro_batch_rows,
                 "remat": remat or own_remat,
                 "steps": steps,
-                "optimizer": OPTIMIZER,
-                "clip_low": 0.2,
-                "clip_high": 0.28,
             }
             pairs = [pair(spec, run) for run in range(runs)]
             versions = pairs[0][1]["versions"]
             rows += rows_of(f"G = {group_size}", spec, arch, pairs)
     settings = {"model": model, "dtype": dtype, "rollouts a step": num, "runs": runs}
     Report("seconds of a train step", settings, rows, versions).finish(json_file)
+
+
+def make_spec(
+    model_dir: Path, arch: Architecture, *, num: int, group_size: int, max_prompt: int, max_tokens: int
+) -> dict[str, Any]:
+    """Updates in float32 on `num` rollouts, for both sides."""
+    return {
+        "work": "train",
+        "model": str(model_dir),
+        "dtype": "float32",
+        "rollouts": draw_rollouts(arch.vocab_size, num, group_size, max_prompt, max_tokens),
+        "max_prompt": max_prompt,
+        "max_tokens": max_tokens,
+        "batch_size": num,
+        "remat": "none",
+        "optimizer": OPTIMIZER,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+    }
 
 
 def pair(spec: dict[str, Any], run: int) -> tuple[dict[str, Any], dict[str, Any]]:

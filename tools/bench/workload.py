@@ -50,7 +50,11 @@ def _run(command: list[str], spec: dict[str, Any]) -> dict[str, Any]:
         file = Path(directory) / "spec.json"
         file.write_text(json.dumps(spec | {"threads": len(os.sched_getaffinity(0))}))
         command = [*command, str(file)]
-        finished = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=TIME_LIMIT_S, text=True)
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={spec.get('devices', 1)}"
+        environment = os.environ | {"XLA_FLAGS": flags}
+        finished = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, timeout=TIME_LIMIT_S, text=True
+        )
     if finished.returncode:
         raise click.ClickException(f"{' '.join(command)}: exit code {finished.returncode}")
     return json.loads(finished.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ from sgpo_jax.config import Config, parse_config
 from sgpo_jax.data.batching import TrainSequence, batch_shape, pack, padding_frac
 from sgpo_jax.files import read_json
 from sgpo_jax.models.safetensors import load_model
+from sgpo_jax.models.sharding import make_mesh
 from sgpo_jax.rollouts.jax_engine import JaxEngine
 from sgpo_jax.training.state import initial_state
 from sgpo_jax.training.step import TrainStep
@@ -51,9 +52,13 @@ def make_config(spec: dict[str, Any]) -> Config:
 def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every update after the first, which compiles; packing and the copy of the results included."""
     config = make_config(spec)
-    jax.devices()
+    devices = len(jax.devices())
+    if devices > 1:
+        jax.set_mesh(mesh := make_mesh(config.mesh))
     before = memory("VmRSS")
-    model = load_model(Path(spec["model"]), compute_dtype=spec["dtype"], remat=spec["remat"])
+    model = load_model(
+        Path(spec["model"]), compute_dtype=spec["dtype"], remat=spec["remat"], mesh=mesh if devices > 1 else None
+    )
     step = TrainStep(model, config)
     state = initial_state(nnx.state(model, nnx.Param), step.optimizer)
     del model
@@ -67,7 +72,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         )
         for r in spec["rollouts"]
     ]
-    shape = batch_shape(spec["max_prompt"], spec["max_tokens"], spec["micro_batch_tokens"], row_multiple=1)
+    shape = batch_shape(spec["max_prompt"], spec["max_tokens"], spec["micro_batch_tokens"], row_multiple=devices)
 
     def update() -> Any:
         nonlocal state
