@@ -177,13 +177,15 @@ def evaluate(config_file: Path, overrides: tuple[str, ...]) -> None:
 
 @command("study configs/study-small.yaml num_workers=2")
 @_with_config
-@click.option("--dry-run", is_flag=True, help="Only list the runs with their state.")
-def study(config_file: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+@click.option("--dry-run", "action", flag_value="list", help="Only list the runs with their state.")
+@click.option("--report", "action", flag_value="report", help="Only write tables and figures of what is finished.")
+def study(config_file: Path, overrides: tuple[str, ...], action: str | None) -> None:
     """Methods x seeds side by side: tables and figures. Started again, it goes on where it stood."""
-    from sgpo_jax.study.conduct import conduct, show_cells
+    from sgpo_jax.study.conduct import conduct, show_cells, write_report
     from sgpo_jax.study.config import load_study
 
-    (show_cells if dry_run else conduct)(load_study(config_file, overrides), config_file)
+    do = {"list": show_cells, "report": write_report, None: conduct}[action]
+    do(load_study(config_file, overrides), config_file)
 
 
 @command("check configs/qwen2.5-math-7b.yaml --allow-missing")

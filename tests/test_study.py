@@ -21,7 +21,7 @@ from sgpo_jax.strict_yaml import parse
 from sgpo_jax.study import workers
 from sgpo_jax.study.cells import Protocol, State
 from sgpo_jax.study.child import GRACE_S
-from sgpo_jax.study.conduct import conduct
+from sgpo_jax.study.conduct import conduct, write_report
 from sgpo_jax.study.config import StudyConfig, load_study
 from sgpo_jax.study.questions import check_disjoint
 from sgpo_jax.study.readings import read_task, targets_of
@@ -296,6 +296,19 @@ def test_a_study_of_fake_runs_tunes_runs_and_reads(tmp_path, fake_runs):
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
     conduct(study, Path("study.yaml"))
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")} == before, "ran nothing again"
+
+
+def test_a_report_is_written_without_a_run(tmp_path, fake_runs):
+    study, directory = study_of(tmp_path, methods={"dapo": TUNED}), tmp_path / "study"
+    conduct(study, Path("study.yaml"))
+    kept = {name: (directory / name).read_bytes() for name in ("study.csv", "curves.csv", "summary.md", "tuning.csv")}
+    for name in [*kept, "study.parquet", "accuracy.png"]:
+        (directory / name).unlink()
+    shutil.rmtree(directory / "t")  # their records are left
+    write_report(study, Path("study.yaml"))
+    assert {name: (directory / name).read_bytes() for name in kept} == kept
+    assert (directory / "accuracy.png").exists()
+    assert not (directory / "t").exists()
 
 
 def test_a_failed_run_is_named_and_the_others_go_on(tmp_path, fake_runs, capsys):

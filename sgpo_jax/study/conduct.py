@@ -53,10 +53,23 @@ def _conduct(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> l
     failed += _run(protocol, "runs", "run", final, workers, lambda: report.write_tables(final))
     if num_waiting := num_final - len(final):
         say(f"study: {num_waiting} final runs wait for tuning")
+    _write(protocol, report, final)
+    return failed
+
+
+def write_report(study: StudyConfig, study_file: Path) -> None:
+    """Tables and figures of what is finished, without running anything."""
+    check_matplotlib()
+    protocol = Protocol(study, study_file)
+    report = Report(protocol)
+    report.write_tuning()
+    _write(protocol, report, protocol.final_cells(read_choices(protocol)))
+
+
+def _write(protocol: Protocol, report: Report, final: Sequence[Cell]) -> None:
     report.write_tables(final)
     report.write_figures(final)
     say(f"study: {protocol.study.results}/summary.md, study.csv and the figures are written")
-    return failed
 
 
 def _tune(protocol: Protocol, report: Report, workers: Sequence[Worker]) -> list[Outcome]:
