@@ -102,7 +102,9 @@ QUESTIONS = ["data.train=[{path: rows.jsonl}]", "evaluate.sets=[]"]
 
 
 def on_h100s(*overrides):
-    return load_config(ROOT / "configs" / "qwen2.5-math-7b.yaml", [*QUESTIONS, *overrides])
+    """Without the server's environment, whether or not this checkout has one (for CPUs)."""
+    missing = "vllm.command=[no-environment/bin/python, -m, vllm.entrypoints.openai.api_server]"
+    return load_config(ROOT / "configs" / "qwen2.5-math-7b.yaml", [*QUESTIONS, missing, *overrides])
 
 
 def test_a_missing_model_is_a_problem_unless_it_may_be_missing(examined):

@@ -32,7 +32,8 @@ def test_train_step_does_the_same_as_torch(tmp_path):
     """Losses and norms of gradients are compared by the benchmark, which fails where they differ."""
     rows = against_torch(tmp_path, "train-step", "--group-sizes", "2,4", "--steps", 1)
     assert {row["what"].split(":")[0] for row in rows} == {"G = 2", "G = 4"}
-    assert {row["what"]: row for row in rows}["G = 4: padding"]["median"] < 0.3
+    padding = {row["what"]: row["median"] for row in rows if "padding" in row["what"]}
+    assert all(0 < padding[f"G = {g}: padding"] < padding[f"G = {g}: padding there"] < 1 for g in (2, 4)), padding
 
 
 def test_decode(tmp_path):
