@@ -164,7 +164,8 @@ def test_slurm_makes_one_run_of_its_tasks(tmp_path):
 def test_slurm_ends_all_tasks_when_one_fails(tmp_path):
     """Each has its own host's name and the one key, which no command line shows."""
     what = 'printf "%s\\n" "$@" > "arguments-$SLURM_PROCID"; echo "$VLLM_API_KEY" > "key-$SLURM_PROCID"\n'
-    fake = program(tmp_path, what + "((SLURM_PROCID)) && exit 3; exec sleep 600")
+    fails = "if ((SLURM_PROCID)); then until [[ -s key-0 ]]; do sleep 0.05; done; exit 3; fi\n"  # the other has begun
+    fake = program(tmp_path, what + fails + "exec sleep 600")
     assert end(slurm_job(tmp_path, fake, "CONFIG", "run_dir=with a space"), 30) != 0
     keys = [(tmp_path / f"key-{number}").read_text().strip() for number in range(2)]
     assert keys[0] == keys[1]

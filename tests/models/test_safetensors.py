@@ -131,6 +131,16 @@ def test_a_failing_export_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fails_while_others_are_written_is_an_error(monkeypatch, tmp_path):
+    def broken(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("sgpo_jax.files.os.fdatasync", broken)
+    with pytest.raises(MachineError, match=r"out: model.safetensors cannot be written: Input/output error"):
+        export(FIXTURES / "qwen3", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_tensors_are_read_as_views_of_their_files(padding, tmp_path):
     source, arch = copy_model("qwen3", tmp_path / "source"), read_architecture(FIXTURES / "qwen3")

@@ -1,6 +1,7 @@
 """Judging overlaps generating, and nothing is lost between the two."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -102,3 +103,17 @@ def test_a_completion_that_did_not_come_is_an_error_not_a_wrong_answer():
     [group] = stream
     assert group.rollouts[1].judgement == Judgement(Verdict.ERROR, detail="the server is gone")
     assert (group.num_judged, group.num_correct, group.num_tokens) == (1, 1, 2)
+
+
+def test_only_waiting_for_judgements_alone_is_timed():
+    verifiers = FakeVerifiers()
+    source = collector(FakeEngine(), verifiers)
+    groups = source.collect(requests("a"), SAMPLING)
+    threading.Timer(0.2, verifiers.judge_all).start()
+    begun = time.monotonic()
+    next(groups)
+    waited = source.waited_s
+    assert 0.1 < waited <= time.monotonic() - begun
+    time.sleep(0.1)
+    assert not list(groups), "what the consumer does meanwhile is no waiting"
+    assert source.waited_s == waited

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 def bench(*arguments: object, limit_s: float = 250) -> None:
     command = [sys.executable, "-m", "tools.bench", *map(str, arguments)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_VENV": sys.prefix}
     finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=limit_s)
     assert finished.returncode == 0, finished.stderr[-3000:]
 
@@ -25,6 +25,18 @@ def test_storage(tmp_path):
     assert all(len(row["values"]) == 2 and min(row["values"]) > 0 and row["at_most"] == 2 for row in report["rows"])
     assert report["machine"]["cores"] >= 1
     assert report["versions"].keys() >= {"jax", "orbax-checkpoint"}
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_conversion(tmp_path):
+    sizes = "--gigabytes", 0.2, "--shard-mb", 100, "--pairs", 1
+    bench("conversion", tmp_path / "scratch", *sizes, "--json", tmp_path / "report.json")
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [(row["what"], row["against"]) for row in rows[:2]] == [
+        ("to Orbax", "cp"),
+        ("to Orbax", "a copy through memory"),
+    ]
+    assert len(rows) == 5
     assert not (tmp_path / "scratch").exists()
 
 
@@ -43,7 +55,6 @@ def test_decode(tmp_path):
 
 def against_torch(tmp_path: Path, *arguments: object) -> list[dict]:
     pytest.importorskip("torch", reason="tools/test.sh --all installs torch")
-    os.environ["BENCH_VENV"] = sys.prefix
     bench(*arguments, "--model", "toy", "--runs", 1, "--json", tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"].keys() >= {"torch", "transformers", "jax"}

@@ -4,8 +4,8 @@
 
 Random bfloat16 weights are made in the directory, which must not exist and is removed at the end. All is read from the
 page cache, and flushed to the disk before the clock stops. Two copies are compared with: `cp`, which copies inside the
-kernel where it can, and one through a program's memory. Prints all speeds, the ratios, and how much the converting
-process's memory grew beyond what an empty one takes, mapped files counted.
+kernel where it can, and one through a program's memory; ratios are of speeds. Memory is what the converting process
+grew by beyond what an empty one takes, mapped files counted.
 """
 
 import shutil
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import numpy as np
 
 from sgpo_jax.models.weights import num_parameters
 from tools.bench.disk import by_cp, copy_seconds, through_memory
 from tools.bench.models import make_model, qwen2
+from tools.bench.report import Report, Row
 
 _CONVERT = """
 import sys, time
@@ -44,7 +44,8 @@ print(time.monotonic() - begun, (peak_kb() - before) / 1024)
 @click.option("--gigabytes", type=click.FloatRange(min=0.2), default=1.5, show_default=True)
 @click.option("--shard-mb", type=click.IntRange(min=1), default=400, show_default=True)
 @click.option("--pairs", type=click.IntRange(min=1), default=5, show_default=True)
-def main(directory: Path, gigabytes: float, shard_mb: int, pairs: int) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
+def main(directory: Path, gigabytes: float, shard_mb: int, pairs: int, json_file: Path | None) -> None:
     directory.mkdir(parents=True)
     try:
         model, orbax, back = directory / "model", directory / "orbax", directory / "back"
@@ -52,26 +53,30 @@ def main(directory: Path, gigabytes: float, shard_mb: int, pairs: int) -> None:
         config = qwen2(32_000, layers, dim=2048, heads=16, kv_heads=8, mlp=6144, tied=False)
         size = 2 * num_parameters(make_model(config, model, max_shard_bytes=shard_mb * 10**6))
         print(f"{size / 1e9:.2f} GB in shards of {shard_mb} MB")
-        ratios: dict[str, list[float]] = {}
-        most_grown = 0.0
+        ratios: dict[tuple[str, str], list[float]] = {}
+        growth: list[float] = []
         for pair in range(pairs):
             for name, source, destination in (("to Orbax", model, orbax), ("to Hugging Face", orbax, back)):
                 seconds, grown = convert(source, destination, shard_mb * 10**6)
-                most_grown = max(most_grown, grown)
+                growth.append(grown)
                 line = f"pair {pair} {name:15} {size / 1e6 / seconds:5.0f} MB/s, memory grew by {grown:.0f} MB"
                 for kind, copy_file in (("cp", by_cp), ("a copy through memory", through_memory)):
                     copied = copy_seconds(source, directory / "copy", copy_file)
-                    ratios.setdefault(f"{name}, to {kind}", []).append(copied / seconds)
+                    ratios.setdefault((name, kind), []).append(copied / seconds)
                     line += f"; {kind} {size / 1e6 / copied:5.0f} MB/s"
                 print(line, flush=True)
             check_equal(model, back)
             shutil.rmtree(orbax)
             shutil.rmtree(back)
-        for name, values in ratios.items():
-            print(f"ratio {name}: {np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-        print(f"memory grew by at most {most_grown:.0f} MB")
     finally:
         shutil.rmtree(directory)
+    rows = [
+        Row(name, values, against=kind, at_least=0.5 if kind == "cp" else None)
+        for (name, kind), values in ratios.items()
+    ]
+    rows.append(Row("memory of a conversion", growth, unit="MB"))
+    settings = {"gigabytes": round(size / 1e9, 2), "shard_mb": shard_mb, "pairs": pairs}
+    Report("speed of conversion", settings, rows).finish(json_file)
 
 
 def convert(source: Path, destination: Path, max_shard_bytes: int) -> tuple[float, float]:

@@ -6,7 +6,7 @@ bytes are those of all together. Writes growth-{length,group,model,devices}.png 
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import click
 from sgpo_jax.check.memory import Sizes, estimate
 from sgpo_jax.data.batching import batch_shape
 from sgpo_jax.files import write_json
-from sgpo_jax.models.architecture import read_architecture
+from sgpo_jax.models.architecture import Architecture, read_architecture
+from sgpo_jax.models.weights import num_parameters
 from tools.bench.models import make_model, qwen2
 from tools.bench.report import machine, versions_of
 from tools.bench.train_step import make_spec, step_flops
@@ -29,7 +30,6 @@ MODELS = {
     "30m": qwen2(8_192, 8, 512, 8, 4, 1_536),
     "120m": qwen2(8_192, 16, 768, 12, 4, 2_304),
 }
-MILLIONS = {"toy": 0.1, "7m": 6, "30m": 30, "120m": 120}
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,8 @@ def main(out: Path, scale: str, steps: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Point]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name in sizes.models:
-            make_model(MODELS[name], Path(directory) / name)
-        for what, label, changes in variations(sizes):
+        archs = {name: make_model(MODELS[name], Path(directory) / name) for name in sizes.models}
+        for what, label, changes in variations(sizes, archs):
             found[what] = []
             for x, change in changes:
                 found[what].append(measure(Path(directory), sizes, steps, x, **change))
@@ -82,11 +81,17 @@ def main(out: Path, scale: str, steps: int) -> None:
     write_json(out / "growth.json", {"machine": machine(), "versions": versions, "points": content})
 
 
-def variations(scale: Scale) -> Iterator[tuple[str, str, list[tuple[float, dict[str, Any]]]]]:
+def variations(
+    scale: Scale, archs: Mapping[str, Architecture]
+) -> Iterator[tuple[str, str, list[tuple[float, dict[str, Any]]]]]:
     """What is varied, its axis, and the values with what they change."""
     yield "length", "completion tokens", [(x, {"length": x, "num": 2}) for x in scale.lengths]
     yield "group", "group size, of as many queries", [(x, {"group_size": x, "num": 2 * x}) for x in scale.group_sizes]
-    yield "model", "parameters, in millions", [(MILLIONS[name], {"model": name}) for name in scale.models]
+    yield (
+        "model",
+        "parameters, in millions",
+        [(round(num_parameters(arch) / 1e6, 1), {"model": name}) for name, arch in archs.items()],
+    )
     yield "devices", "simulated devices", [(x, {"devices": x}) for x in scale.devices]
 
 

@@ -1,7 +1,7 @@
 """The share of a training step that is neither generating nor updating: waiting for the verifier, packing, sync, files.
 
 MODEL is a Hugging Face directory with its tokenizer, FILE has questions and answers. A short run of DAPO; the first
-step, which compiles, does not count. All seconds from step to step count, checkpoints included.
+step, which compiles, does not count, and neither does the one checkpoint, which is written after the last.
 """
 
 import os

@@ -5,7 +5,7 @@
 
 Prompts are random tokens. The bare generator posts bodies made beforehand and counts tokens; the engine does all it
 does in a run: seeds, checks of every answer, arrays, groups. Both ask for the same completions, by turns first and
-second. Prints tokens a second of each, and the ratio of each pair; the first pair, which warms up, does not count.
+second; the first pair, which warms up, does not count.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from sgpo_jax.rollouts.placement import claim, num_gpus, place
 from sgpo_jax.rollouts.probe import Prober
 from sgpo_jax.rollouts.vllm_engine import VLLMEngine, make_vllm_engine
 from sgpo_jax.types import GroupRequest, Purpose, Query, SamplingParams
+from tools.bench.report import Report, Row
 
 RUN_SEED = 0
 
@@ -42,8 +43,17 @@ RUN_SEED = 0
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=2), default=31, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
-    model: str, platform: str, dtype: str, requests: int, num: int, prompt_tokens: int, max_tokens: int, rounds: int
+    model: str,
+    platform: str,
+    dtype: str,
+    requests: int,
+    num: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    rounds: int,
+    json_file: Path | None,
 ) -> None:
     rng = np.random.default_rng(0)
     model_dir = resolve_model_dir(model)
@@ -55,7 +65,9 @@ def main(
             ratios = [pair(engine, prompts, num, max_tokens, visit) for visit in range(rounds + 1)][1:]
         finally:
             engine.close()
-    print(f"engine / bare load generator: {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    rows = [Row("seconds for the same completions", ratios, against="a bare load generator", at_most=1.1)]
+    settings = {"model": model_dir.name, "dtype": dtype, "requests": requests, "samples": num, "runs": rounds}
+    Report("vLLM engine", settings, rows).finish(json_file)
 
 
 def start(
@@ -99,7 +111,7 @@ def query(number: int, prompt_ids: tuple[int, ...]) -> Query:
 
 
 def pair(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_tokens: int, visit: int) -> float:
-    """The engine's rate over the bare generator's, on requests that differ from visit to visit."""
+    """The engine's seconds for a token over the bare generator's, on requests that differ from visit to visit."""
     requests = [GroupRequest(query(i, ids), num, Purpose.TRAIN, visit) for i, ids in enumerate(prompts)]
     loads = [("engine", by_engine), ("bare", bare)]
     rates, counts = {}, set()
@@ -111,7 +123,7 @@ def pair(engine: VLLMEngine, prompts: list[tuple[int, ...]], num: int, max_token
         print(f"pair {visit} {name:6} {rates[name]:9.0f} tokens/s, {count} tokens", flush=True)
     if len(counts) > 1:
         print("the two drew different completions: the ratio is between unlike loads")
-    return rates["engine"] / rates["bare"]
+    return rates["bare"] / rates["engine"]
 
 
 def by_engine(engine: VLLMEngine, requests: list[GroupRequest], max_tokens: int) -> int:

@@ -53,12 +53,11 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every update after the first, which compiles; packing and the copy of the results included."""
     config = make_config(spec)
     devices = len(jax.devices())
-    if devices > 1:
-        jax.set_mesh(mesh := make_mesh(config.mesh))
+    mesh = make_mesh(config.mesh) if devices > 1 else None
+    if mesh is not None:
+        jax.set_mesh(mesh)
     before = memory("VmRSS")
-    model = load_model(
-        Path(spec["model"]), compute_dtype=spec["dtype"], remat=spec["remat"], mesh=mesh if devices > 1 else None
-    )
+    model = load_model(Path(spec["model"]), compute_dtype=spec["dtype"], remat=spec["remat"], mesh=mesh)
     step = TrainStep(model, config)
     state = initial_state(nnx.state(model, nnx.Param), step.optimizer)
     del model

@@ -100,7 +100,7 @@ def update(model: Any, optimizer: torch.optim.Optimizer, rows: dict[str, torch.T
         gain = torch.minimum(ratio * advantages, clipped * advantages) * part["completion_mask"]
         loss = -gain.sum() / num_tokens
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), spec["optimizer"]["clip_norm"])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
